@@ -1,0 +1,1 @@
+"""The run configuration: schema, cross-field checks, loading."""

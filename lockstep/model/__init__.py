@@ -1,0 +1,1 @@
+"""Loading models and the one place that knows transformers' moving API."""

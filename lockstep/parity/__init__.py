@@ -1,0 +1,1 @@
+"""Judging whether trainer and engine run the same policy."""

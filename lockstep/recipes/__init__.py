@@ -1,0 +1,1 @@
+"""Recipes: Python functions that return a whole RunConfig."""

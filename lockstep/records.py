@@ -1,0 +1,230 @@
+"""Frozen records that travel between the parts of Lockstep.
+
+Everything here is plain data over numpy arrays: no torch, so that configuration, tasks and the command line can use
+it without paying for the import, and so that a record can cross a process boundary as it is.
+
+Shape suffixes used throughout the project: B rollouts, T tokens of one sequence, N packed tokens, M tokens with
+``loss_mask`` 1, V vocabulary, L layers (of experts, in ``routes``), E experts, K experts per token, G group size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float32]
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+RolloutStatus = Literal["finished", "truncated", "aborted", "failed"]
+
+NOT_SAMPLED = -1
+"""Value of ``versions`` and ``kv_versions`` at positions that no policy sampled (the prompt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled.
+
+    Log-probs that come back are those of the *sampling distribution*: logits divided by ``temperature``, masked by
+    top-k, top-p and min-p, renormalised. ``temperature`` 0 means greedy; its log-probs are those at temperature 1.
+    ``seed`` fixes the random stream of this request, whatever else is in the batch.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion to sample. Requests with equal ``prompt_tokens`` share one prefill."""
+
+    request_id: str
+    prompt_tokens: IntArray  # [P]
+    sampling: SamplingParams
+    want_routes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one request. All arrays have the length of ``tokens``: there is no synthetic token.
+
+    A stop token is part of ``tokens`` (it was sampled); a stop string ends the completion after the token that
+    completed it. ``routes`` [P + n - 1, L, K] holds expert ids for every position whose forward ran, -1 where the
+    position was served from a cache that kept no ids.
+    """
+
+    request_id: str
+    tokens: IntArray  # [n]
+    logprobs: FloatArray  # [n]
+    versions: IntArray  # [n] policy version that sampled the token
+    kv_versions: IntArray  # [n] oldest version among the cached keys and values that it attended to
+    finish_reason: FinishReason
+    routes: NDArray[np.int16] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One training sequence: prompt, sampled and tool tokens in order. Text is never re-tokenised for training.
+
+    Example, prompt of two tokens and three sampled ones::
+
+        Sequence("r0/0", tokens=[5, 9, 7, 7, 2], loss_mask=[0, 0, 1, 1, 1],
+                 logprobs=[0, 0, -0.1, -2.3, -0.7], versions=[-1, -1, 4, 4, 4], kv_versions=[-1, -1, 4, 4, 4])
+
+    ``logprobs[t]`` is the log-prob of ``tokens[t]`` given the tokens before it; it means something where
+    ``loss_mask`` is 1.
+    """
+
+    sequence_id: str
+    tokens: IntArray  # [T]
+    loss_mask: BoolArray  # [T] True where the policy sampled the token and it counts
+    logprobs: FloatArray  # [T] what the engine reported
+    versions: IntArray  # [T]
+    kv_versions: IntArray  # [T]
+    routes: NDArray[np.int16] | None = None  # [T-1, L, K], -1: missing
+
+    def __post_init__(self) -> None:
+        lengths = {
+            name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "logprobs", "versions", "kv_versions")
+        }
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"sequence {self.sequence_id}: arrays differ in length: {lengths}")
+        if len(self.tokens) and self.loss_mask[0]:
+            raise ValueError(f"sequence {self.sequence_id}: the first token has no context and can't be trained on")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One prompt of a task. ``prompt`` is plain text or chat messages; ``row`` is what the reward may need."""
+
+    problem_id: str
+    prompt: str | tuple[dict[str, object], ...]
+    answer: str | None
+    row: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and its parts. ``reward`` None: every reward function abstained; the rollout leaves the baseline.
+
+    ``correct`` is the raw task metric (used by dynamic sampling and accuracy), ``formatted`` whether the answer had
+    the asked form; None where the task has no such notion. ``error`` says why a grader failed.
+    """
+
+    reward: float | None
+    correct: bool | None = None
+    formatted: bool | None = None
+    parts: dict[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sample of a group. Several sequences (turns with a rewritten history, leaves of a tree) count once."""
+
+    rollout_id: str
+    group_id: str
+    problem: Problem
+    sequences: tuple[Sequence, ...]
+    text: str
+    score: Score
+    status: RolloutStatus
+    replica: int = 0
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """len_i: tokens that count, over all sequences of the rollout."""
+        return int(sum(int(s.loss_mask.sum()) for s in self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """A sequence as the trainer sees it. All arrays [T]; values matter where ``loss_mask`` is True.
+
+    ``loss_mask`` is the sequence's own mask after truncation policy and rejections. ``weights`` are detached
+    correction weights. ``old_logprobs`` None means on-policy: the anchor of the ratio is the detached live log-prob.
+    """
+
+    sequence: Sequence
+    rollout_id: str
+    loss_mask: BoolArray
+    advantages: FloatArray
+    old_logprobs: FloatArray | None = None
+    ref_logprobs: FloatArray | None = None
+    weights: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step sees, whole: denominators are counted over it, never over a micro-batch or a rank.
+
+    ``denominator_tokens`` and ``denominator_rollouts`` override the counts of the masks (rejection with
+    ``denominator = "fixed"``).
+    """
+
+    items: tuple[TrainSequence, ...]
+    denominator_tokens: int | None = None
+    denominator_rollouts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of a forward-backward: the loss, the log-probs [T] per sequence of that very forward, and metrics.
+
+    Log-probs are float32 of the sampling distribution and finite or not as the model gave them: nothing is zeroed.
+    Positions where nothing was computed hold NaN only outside the sequence's ``loss_mask``.
+    """
+
+    loss: float
+    logprobs: dict[str, FloatArray]
+    metrics: dict[str, float]
+    num_micro_batches: int
+    num_forward_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimOutput:
+    """Result of an optimizer step: the new policy version, gradient norm before clipping, learning rate used."""
+
+    version: int
+    grad_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a manifest, under its checkpoint name.
+
+    ``group`` names the atomic group (tensors that an engine fuses at load) that a transfer must not split.
+    ``trainable`` False: frozen weights and policy buffers, which travel all the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "bfloat16", "float32", …
+    group: str
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a refit will bring: every tensor in order, once (tied tensors travel once, under their first name).
+
+    ``version`` is the policy version of the weights. ``tied`` maps further names to the name that travels.
+    """
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    tied: dict[str, str] = field(default_factory=dict)

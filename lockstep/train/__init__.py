@@ -1,0 +1,1 @@
+"""The trainer, its losses, advantages, corrections and packing."""
