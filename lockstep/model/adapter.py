@@ -1,0 +1,99 @@
+"""The one place that knows transformers' moving API: body and head apart, key/value caches, expert ids.
+
+``SplitModel`` runs a causal model's body once and its head on chosen rows. The head is the model's *own* forward with
+the body replaced by the given states, so that logit scales, soft caps and sliced vocabularies are right for every
+architecture without a table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SplitModel:
+    """A causal language model as ``hidden`` (body) and ``logits`` (head). Raises TypeError if it has no such split."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        body = model.base_model
+        if body is model or not hasattr(model, "lm_head"):
+            raise TypeError(f"{type(model).__name__} has no body under a language-model head")
+        self.model = model
+        self.body = body
+        parameters = inspect.signature(body.forward).parameters
+        # transformers renames the cache argument between releases.
+        self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache"
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """Final hidden states [B, T, H] of ``input_ids`` [B, T] int64; ``cache`` is updated in place."""
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None}
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+        if cache is not None:
+            arguments[self.cache_argument] = cache
+        return self.body(**arguments)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of hidden states [n, H], in the model's dtype."""
+        with _body_returns(self.body, hidden[None]):
+            placeholder = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+            return self.model(input_ids=placeholder, use_cache=False).logits[0]
+
+    def new_cache(self) -> Any:
+        """An empty cache of the kind that this architecture needs."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+
+@contextmanager
+def _body_returns(body: torch.nn.Module, hidden: torch.Tensor) -> Iterator[None]:
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    body.forward = lambda *_args, **_kwargs: output
+    try:
+        yield
+    finally:
+        del body.forward
+
+
+def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's MoE routers in layer order. In transformers 5 a router returns (logits, scores, expert ids)."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+@contextmanager
+def recorded_routes(model: torch.nn.Module) -> Iterator[list[list[torch.Tensor]]]:
+    """While the block runs, collect expert ids: one list per router, one tensor [tokens, K] per forward."""
+    records: list[list[torch.Tensor]] = []
+    handles = []
+    for router in routers(model):
+        record: list[torch.Tensor] = []
+        records.append(record)
+
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Any, record: list[torch.Tensor] = record) -> None:
+            record.append(output[2].detach())
+
+        handles.append(router.register_forward_hook(hook))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
