@@ -24,7 +24,7 @@ class CharacterTokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of ``text``; with ``add_special_tokens`` a BOS in front. Raises ValueError on a foreign character."""
+        """Token ids of ``text``, a BOS in front if asked. Raises ValueError on a foreign character."""
         ids = [self.bos_token_id] if add_special_tokens else []
         for position, character in enumerate(text):
             index = _ALPHABET.find(character)

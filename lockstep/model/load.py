@@ -92,7 +92,7 @@ def _folder_model(source: PathModel, dtype: torch.dtype) -> PreTrainedModel:
     folder = _folder(source)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path: {folder} has no .safetensors weights; pickled weights are never loaded")
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         use_safetensors=True,
@@ -100,6 +100,7 @@ def _folder_model(source: PathModel, dtype: torch.dtype) -> PreTrainedModel:
         local_files_only=True,
         output_loading_info=True,
     )
+    model, info = loaded
     problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
     if problems:
         # transformers would go on with random weights in their place, and only log it.
@@ -122,8 +123,7 @@ def _gguf_model(source: GgufModel, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, **options)
     # What remains of the quantised origin would make the model refuse training, casting and plain saving.
     model.config.__dict__.pop("quantization_config", None)
-    model.is_quantized = False  # pyright: ignore[reportAttributeAccessIssue]
-    model.hf_quantizer = None  # pyright: ignore[reportAttributeAccessIssue]
+    model.__dict__.update(is_quantized=False, hf_quantizer=None)
     return model
 
 

@@ -1,0 +1,115 @@
+"""A refit as a transaction: begin → transfer → commit → verify; any failure aborts and leaves the engine unfit.
+
+trainer.weights() ──manifest──▶ receiver.begin      refuses by name before a byte moves
+                  ──tensors───▶ transport ─▶ receiver.receive | alias
+                                receiver.commit     derived state rebuilt, caches dropped, version raised
+                  ◀──live────── verify              claims of the receipt
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.records import Manifest
+from lockstep.refit.transports import Transport
+from lockstep.refit.verify import Claim, claim_covered, claim_loaded
+from lockstep.spans import span
+
+
+class RefitError(RuntimeError):
+    """A refit that failed; the engine is unfit until a full refit commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one refit did and which of its claims were checked (a line of ``refits.jsonl``)."""
+
+    version: int
+    transport: str
+    num_tensors: int
+    transferred_bytes: int
+    begin_s: float
+    transfer_s: float
+    commit_s: float
+    verify_s: float
+    claims: tuple[Claim, ...]
+
+    @property
+    def failed(self) -> tuple[Claim, ...]:
+        """Claims that were looked at and did not hold."""
+        return tuple(claim for claim in self.claims if claim.status == "failed")
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transport, *, verify: bool) -> Receipt:
+    """Give an engine the trainer's weights.
+
+    Raises RefitError with the cause if any phase fails or a checked claim does not hold; the engine then serves
+    nothing. Without ``verify`` the claims are recorded as not checked.
+    """
+    manifest = source.manifest()
+    clock = _PhaseClock()
+    try:
+        with span("refit/begin"), clock("begin"):
+            receiver.begin(manifest)
+        with span("refit/transfer"), clock("transfer"):
+            num_bytes = transport.transfer(source, receiver)
+        with span("refit/commit"), clock("commit"):
+            receiver.commit()
+        with span("refit/verify"), clock("verify"):
+            claims = _claims(manifest, source, receiver, transport, verify=verify)
+    except BaseException as error:
+        receiver.abort(f"{type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            raise RefitError(f"refit to version {manifest.version} failed: {error}") from error
+        raise
+    receipt = Receipt(
+        version=manifest.version,
+        transport=transport.name,
+        num_tensors=len(manifest.tensors),
+        transferred_bytes=num_bytes,
+        begin_s=clock.seconds["begin"],
+        transfer_s=clock.seconds["transfer"],
+        commit_s=clock.seconds["commit"],
+        verify_s=clock.seconds["verify"],
+        claims=claims,
+    )
+    if receipt.failed:
+        reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
+        receiver.abort(reason)
+        raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}")
+    return receipt
+
+
+def _claims(
+    manifest: Manifest, source: WeightSource, receiver: WeightReceiver, transport: Transport, *, verify: bool
+) -> tuple[Claim, ...]:
+    wire = Claim("transported", "not checked", f"transport {transport.name} stays within the process: there is no wire")
+    behaves = Claim("behaves", "not checked", "the gate measures log-probs of this version at the next step")
+    if not verify:
+        why = "not due at this refit (refit.verify_every)"
+        return (Claim("covered", "not checked", why), wire, Claim("loaded", "not checked", why), behaves)
+    return (claim_covered(manifest, receiver), wire, claim_loaded(source, receiver), behaves)
+
+
+class _PhaseClock:
+    """Seconds by phase: ``with clock("begin"): …``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase, self._start = "", 0.0
+
+    def __call__(self, phase: str) -> _PhaseClock:
+        self._phase = phase
+        return self
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.seconds[self._phase] = time.perf_counter() - self._start

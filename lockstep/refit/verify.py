@@ -1,0 +1,62 @@
+"""The claims of a refit's receipt: what was looked at after the commit, and what was found.
+
+A claim is ``held``, ``failed`` or ``not checked``, each with the reason; nothing is claimed that was not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.records import Manifest
+from lockstep.refit.transports import whole_tensors
+
+ClaimStatus = Literal["held", "failed", "not checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One statement of a receipt. ``detail`` says how much was compared, what differs, or why it was not looked at."""
+
+    name: str
+    status: ClaimStatus
+    detail: str
+
+
+def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
+    """Every manifest name has a live tensor and every live tensor is of the manifest, counted both ways."""
+    sent = {spec.name for spec in manifest.tensors}
+    live = {name for name, _ in receiver.live()}
+    missing, extra = sorted(sent - live), sorted(live - sent - set(manifest.tied))
+    if missing or extra:
+        return Claim("covered", "failed", f"not live after the refit: {missing[:5]}; live but not sent: {extra[:5]}")
+    return Claim("covered", "held", f"{len(sent)} tensors sent, {len(live)} live")
+
+
+def claim_loaded(source: WeightSource, receiver: WeightReceiver) -> Claim:
+    """Live tensors of the engine equal the trainer's, byte for byte after the conversion to the engine's dtype."""
+    expected = dict(whole_tensors(source))
+    num_bytes = num_tensors = 0
+    for name, live in receiver.live():
+        if name not in expected:
+            continue
+        wanted = expected[name].detach().to(device=live.device, dtype=live.dtype)
+        if wanted.shape != live.shape:
+            return Claim("loaded", "failed", f"{name}: shape {tuple(live.shape)}, trainer has {tuple(wanted.shape)}")
+        if not torch.equal(_bits(wanted), _bits(live)):
+            differing = int((_bits(wanted) != _bits(live)).sum())
+            return Claim("loaded", "failed", f"{name}: {differing} of {live.numel()} values differ from the trainer's")
+        num_tensors += 1
+        num_bytes += live.numel() * live.element_size()
+    if num_tensors == 0:
+        return Claim("loaded", "failed", "no live tensor of the engine has a name that the trainer knows")
+    return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers, so that NaN equals itself and −0 differs from 0."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer)
