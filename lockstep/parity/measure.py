@@ -1,0 +1,127 @@
+"""From the records of a step to an ``Agreement``.
+
+The trainer's log-probs come from the training forward itself (``StepOutput.logprobs``), the engine's from the rollouts,
+the mask from ``Sequence.loss_mask``: before truncation policy and rejections, so that a correction can't hide the
+mismatch that it corrects. Index t of both belongs to token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from lockstep.agreement import Agreement, TokenPair, measure
+from lockstep.interfaces import LogProbs
+from lockstep.records import FloatArray, Rollout, Sequence, TrainSequence
+
+
+def measure_step(
+    logprobs: Mapping[str, FloatArray],
+    rollouts: Seq[Rollout],
+    version: int,
+    *,
+    items: Seq[TrainSequence] | None = None,
+) -> Agreement:
+    """Agreement of one rollout batch.
+
+    ``logprobs`` [T] by ``sequence_id``: of the training forward. ``version``: the trainer's at that forward; tokens
+    sampled, or attending to a cache, at another version are stale. ``items``: what was trained on, to count the tokens
+    that truncation policy and rejections dropped. ``worst.row`` counts the sequences of ``rollouts`` in order.
+
+    Raises ValueError if log-probs of a sampled sequence are missing or of the wrong length.
+    """
+    pairs = [(rollout, sequence) for rollout in rollouts for sequence in rollout.sequences]
+    sequences = [sequence for _, sequence in pairs]
+    rejected = None
+    if items is not None:
+        trained = {item.sequence.sequence_id: item.loss_mask for item in items}
+        rejected = [s.loss_mask & ~trained.get(s.sequence_id, np.zeros_like(s.loss_mask)) for s in sequences]
+    return measure(
+        [_of(logprobs, sequence) for sequence in sequences],
+        [s.logprobs for s in sequences],
+        [s.loss_mask for s in sequences],
+        rollout_ids=[rollout.rollout_id for rollout, _ in pairs],
+        replicas=[rollout.replica for rollout, _ in pairs],
+        versions=[s.versions for s in sequences],
+        kv_versions=[s.kv_versions for s in sequences],
+        version=version,
+        rejected=rejected,
+    )
+
+
+def measure_scores(
+    train: Mapping[str, LogProbs], engine: Mapping[str, LogProbs], sequences: Seq[Sequence]
+) -> Agreement:
+    """Agreement of ``Trainer.logprobs`` and ``Engine.score`` on the sampled tokens of given sequences.
+
+    Also argmax and expert agreement where both sides report them for every sequence. Sequences scored at different
+    versions are stale.
+
+    Raises ValueError if a sequence is missing on one side, or the trainer's results are of several versions.
+    """
+    trained = {s.sequence_id: train[s.sequence_id] for s in sequences if s.sequence_id in train}
+    scored = {s.sequence_id: engine[s.sequence_id] for s in sequences if s.sequence_id in engine}
+    both = [(trained.get(s.sequence_id), scored.get(s.sequence_id)) for s in sequences]
+    for sequence, (ours, theirs) in zip(sequences, both, strict=True):
+        if ours is None or theirs is None:
+            raise ValueError(
+                f"sequence {sequence.sequence_id} was not scored by the {'trainer' if ours is None else 'engine'}"
+            )
+    ours, theirs = [a for a, _ in both if a is not None], [b for _, b in both if b is not None]
+    versions = {a.version for a in ours}
+    if len(versions) > 1:
+        raise ValueError(f"the trainer's log-probs are of several versions: {sorted(versions)}")
+    tops = [[r.top1 for r in side if r.top1 is not None] for side in (ours, theirs)]
+    routes = [[_at_token(r.routes) for r in side if r.routes is not None] for side in (ours, theirs)]
+    has_tops = len(tops[0]) == len(tops[1]) == len(sequences) > 0
+    has_routes = len(routes[0]) == len(routes[1]) == len(sequences) > 0
+    return measure(
+        [a.logprobs for a in ours],
+        [b.logprobs for b in theirs],
+        [s.loss_mask for s in sequences],
+        versions=[np.full(len(b.logprobs), b.version) for b in theirs],
+        version=versions.pop() if versions else 0,
+        train_top1=tops[0] if has_tops else None,
+        rollout_top1=tops[1] if has_tops else None,
+        train_routes=routes[0] if has_routes else None,
+        rollout_routes=routes[1] if has_routes else None,
+    )
+
+
+def token_context(
+    rollouts: Seq[Rollout], decode: Callable[[Seq[int]], str] | None = None, width: int = 8
+) -> Callable[[TokenPair], str]:
+    """A function that describes a token of ``measure_step``'s result: its sequence, place, ids and, with ``decode``,
+    the text of up to ``width`` tokens before it and of the token itself."""
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+
+    def describe(pair: TokenPair) -> str:
+        sequence = sequences[pair.row]
+        token = int(sequence.tokens[pair.column])
+        text = f"sequence {sequence.sequence_id}, token {pair.column} (id {token})"
+        if decode is not None:
+            before = sequence.tokens[max(0, pair.column - width) : pair.column].tolist()
+            text += f" {decode([token])!r} after {decode(before)!r}"
+        return text
+
+    return describe
+
+
+def _of(logprobs: Mapping[str, FloatArray], sequence: Sequence) -> FloatArray:
+    values = logprobs.get(sequence.sequence_id)
+    if values is None:
+        if not sequence.loss_mask.any():  # nothing was sampled, so nothing had to be computed
+            return np.full(len(sequence.tokens), np.nan, dtype=np.float32)
+        raise ValueError(f"the trainer returned no log-probs for sequence {sequence.sequence_id}")
+    if len(values) != len(sequence.tokens):
+        raise ValueError(
+            f"sequence {sequence.sequence_id}: {len(values)} log-probs from the trainer for {len(sequence.tokens)} tokens"
+        )
+    return values
+
+
+def _at_token(routes: np.ndarray) -> np.ndarray:
+    """[T-1, L, K] by forward position → [T, L, K] by the token whose log-prob that forward gave (−1 at token 0)."""
+    return np.concatenate([np.full((1, *routes.shape[1:]), -1, dtype=routes.dtype), routes])
