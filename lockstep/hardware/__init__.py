@@ -1,1 +1,1 @@
-"""What this machine is, and each default with its reason."""
+"""What this machine offers, and each hardware-dependent default with its reason."""
