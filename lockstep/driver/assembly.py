@@ -1,0 +1,156 @@
+"""Building the parts of a run from its configuration: who owns what, in the order in which memory is taken.
+
+model source ──▶ trainer's module ──copy──▶ engine's own module
+                      │                         ▲
+                      └──── weights() ── refit ──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.config.schema import ModelSource, RunConfig
+from lockstep.driver.groups import GroupSampler
+from lockstep.driver.supervised import run_supervised
+from lockstep.interfaces import Engine, Objective, Scorer, Task
+from lockstep.model.load import load_model, load_tokenizer, torch_dtype
+from lockstep.parity.gate import Gate
+from lockstep.records import IntArray
+from lockstep.refit.transports import Transport, make_transport
+from lockstep.rollout.torch_engine import TorchEngine
+from lockstep.spans import span
+from lockstep.tasks.build import build_task, prove_gold
+from lockstep.tasks.prompt import PromptRenderer
+from lockstep.train.fsdp import FsdpTrainer
+from lockstep.train.objective import PolicyObjective
+from lockstep.train.reference import ReferenceScorer
+
+NUM_GOLD_PROOFS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that ``run_sync`` drives. ``refit_steps``: steps at which this process refitted its engine."""
+
+    config: RunConfig
+    task: Task
+    decode: Callable[[IntArray], str]
+    trainer: FsdpTrainer
+    engine: Engine
+    sampler: GroupSampler
+    objective: Objective
+    reference: Scorer | None
+    teacher: Scorer | None
+    transport: Transport
+    gate: Gate
+    refit_steps: list[int]
+
+
+@contextmanager
+def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -> Iterator[Parts]:
+    """The parts of a run; worker processes and the event loop end with the block.
+
+    ``warm_up`` False leaves the supervised steps out: a resumed run has them in its checkpoint. The task proves first
+    that its own gold answers score full marks, since nothing else is worth starting otherwise.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config)
+    task = build_task(config.task)
+    try:
+        with span("start/task"):
+            say(prove_gold(task, num_problems=NUM_GOLD_PROOFS))
+        with span("start/load"):
+            tokenizer = load_tokenizer(config.model)
+            model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
+        with asyncio.Runner() as runner:
+            yield _connect(config, task, tokenizer, model, device, runner, say, warm_up=warm_up)
+    finally:
+        task.close()
+
+
+def choose_device(config: RunConfig) -> str:
+    """The device of trainer and engine. Raises ValueError if it was asked for and is not there."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, and torch sees no CUDA device; set device to cpu or auto")
+    return config.device
+
+
+def _connect(
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    model: Any,
+    device: str,
+    runner: asyncio.Runner,
+    say: Callable[[str], None],
+    *,
+    warm_up: bool,
+) -> Parts:
+    stop_ids = stop_token_ids(tokenizer, model)
+    vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    renderer = PromptRenderer(tokenizer, config.prompt)
+    if warm_up and config.supervised.steps:
+        with span("start/supervised"):
+            say(run_supervised(config, model, task, renderer, tokenizer, vocab_limit))
+
+    def decode(tokens: Sequence[int] | IntArray) -> str:
+        return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    engine_model = copy.deepcopy(model).to(torch_dtype(config.rollout.dtype))
+    engine = TorchEngine(engine_model, config.rollout, decode=decode, vocab_limit=vocab_limit)
+    needs_reference = config.algorithm.kl.place != "off"
+    reference_source = config.reference or config.model
+    return Parts(
+        config=config,
+        task=task,
+        decode=decode,
+        trainer=FsdpTrainer(
+            model,
+            config.trainer,
+            total_optimizer_steps=config.steps * config.algorithm.optimizer_steps_per_batch,
+            temperature=config.rollout.temperature,
+            vocab_limit=vocab_limit,
+        ),
+        engine=engine,
+        sampler=GroupSampler(
+            engine,
+            task,
+            renderer,
+            decode,
+            config.rollout,
+            config.algorithm,
+            seed=config.seed,
+            stop_token_ids=stop_ids,
+            runner=runner,
+        ),
+        objective=PolicyObjective(config.algorithm),
+        reference=_scorer(reference_source, config, device, vocab_limit) if needs_reference else None,
+        teacher=_scorer(config.teacher, config, device, vocab_limit) if config.teacher is not None else None,
+        transport=make_transport(config.refit.transport),
+        gate=Gate(config.gate),
+        refit_steps=[],
+    )
+
+
+def _scorer(source: ModelSource, config: RunConfig, device: str, vocab_limit: int) -> Scorer:
+    """A frozen model that scores sequences, in the trainer's precision and at the run's temperature."""
+    model = load_model(source, torch_dtype(config.trainer.dtype), device)
+    return ReferenceScorer(model, config.trainer, temperature=config.rollout.temperature, vocab_limit=vocab_limit)
+
+
+def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
+    ids = {tokenizer.eos_token_id}
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids.update(declared if isinstance(declared, list) else [declared])
+    return tuple(sorted(token_id for token_id in ids if token_id is not None))

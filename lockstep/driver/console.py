@@ -1,0 +1,53 @@
+"""What a person sees while a run goes on: one line per step on stderr; with ``--json`` one object per row on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import rich.console
+
+from lockstep.driver.rows import Row, step_line
+from lockstep.metrics.sinks import dump_row
+from lockstep.records import IntArray
+
+
+class Console:
+    """``say`` for sentences, ``step`` for rows. Logs go to stderr, results (``result``) to stdout."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._stderr = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """A sentence for the person who watches; text from outside is not markup."""
+        self._stderr.print(text, markup=False)
+
+    def step(self, row: Row, num_steps: int) -> None:
+        """The step's line, its verdict's sentence if it is not a pass, and the held-out result if there is one."""
+        if self.as_json:
+            self.result(dump_row(row))
+        self._stderr.print(step_line(row, num_steps))
+        if row["verdict/status"] != "pass":
+            self.say(f"  {row['verdict/sentence']}")
+        if "eval/accuracy" in row:
+            self.say(f"  held-out: {heldout_text(row)}")
+
+    def result(self, text: str) -> None:
+        """A line of the command's result."""
+        print(text, flush=True)
+
+    @staticmethod
+    def token_texts(decode: Callable[[Seq[int]], str]) -> Callable[[IntArray], list[str]]:
+        """Texts of single tokens, for the sample browser."""
+        return lambda tokens: [decode([int(token)]) for token in tokens]
+
+
+def heldout_text(row: Row) -> str:
+    """An evaluation in words: correctness and form apart."""
+    parts = [f"{row['eval/accuracy']:.3f} correct"]
+    if "eval/format" in row:
+        parts.append(f"{row['eval/format']:.3f} in the asked form")
+    if "eval/truncated" in row:
+        parts.append(f"{row['eval/truncated']:.3f} cut off")
+    return ", ".join(parts)

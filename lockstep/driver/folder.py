@@ -1,0 +1,117 @@
+"""A run and its folder: opening one to run or to resume, saving a checkpoint, exporting one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.load import ResolvedConfig, dump_resolved, load_run_config
+from lockstep.config.schema import RunConfig
+from lockstep.driver.assembly import Parts
+from lockstep.driver.progress import FILE as PROGRESS_FILE
+from lockstep.driver.progress import Progress
+from lockstep.metrics.run_folder import CONFIG, RunFolder
+from lockstep.spans import span
+
+TRAINER = "trainer"
+CHANGEABLE = ("description", "threads", "checkpoint.", "eval.", "refit.verify_every")
+"""Keys (or sections) that a resumed run may change: they do not touch what is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open run folder, where the run stands, and the checkpoint to load (None: start afresh)."""
+
+    folder: RunFolder
+    progress: Progress
+    checkpoint: Path | None
+
+
+def default_run_dir(config: RunConfig) -> Path:
+    """``runs/NAME-TIME`` under the current folder: every run its own."""
+    return Path("runs") / f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
+    """Create the folder, or open one whose configuration is the same and find its newest good checkpoint.
+
+    Raises ConfigError naming the keys in which a resumed run's configuration differs, RunFolderError if another
+    process runs there.
+    """
+    folder = RunFolder(run_dir)
+    try:
+        earlier = folder.config_text()
+        if earlier is not None:
+            _refuse_other_run(resolved, run_dir)
+        folder.write_config(dump_resolved(resolved))
+        folder.write_environment(environment())
+        latest = folder.latest_checkpoint()
+        if latest is None:
+            folder.rewind(-1)
+            return Opened(folder, Progress(), None)
+        step, checkpoint = latest
+        progress = Progress.load(checkpoint)
+        folder.rewind(step)
+        return Opened(folder, progress, checkpoint)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _refuse_other_run(resolved: ResolvedConfig, run_dir: Path) -> None:
+    recorded = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
+    before, now = flat(recorded.model_dump()), flat(resolved.config.model_dump())
+    differing = [
+        key
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(CHANGEABLE)
+    ]
+    if differing:
+        raise ConfigError(
+            f"resuming {run_dir}",
+            [
+                Violation(
+                    key,
+                    f"was {before.get(key)!r} when the run began and is {now.get(key)!r} now",
+                    "resume with the same configuration, or start a new run with another --run-dir",
+                )
+                for key in differing
+            ],
+        )
+
+
+def no_recipe(name: str) -> RunConfig:
+    """Recipe finder for a resolved configuration, which extends none."""
+    raise ValueError(f"a resolved configuration extends nothing, this one extends {name!r}")
+
+
+def flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested dictionaries as one with dotted keys."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+def environment() -> dict[str, object]:
+    """Versions and hardware for ``environment.json``."""
+    from lockstep.hardware.profile import detect
+
+    return {"command": sys.argv, "pid": os.getpid(), "profile": detect().as_dict()}
+
+
+def save_checkpoint(folder: RunFolder, parts: Parts, progress: Progress) -> None:
+    """Trainer's state and progress, written beside and renamed; older checkpoints go when it is complete."""
+    with span("save"):
+        required = (PROGRESS_FILE, TRAINER)
+        with folder.saving_checkpoint(progress.step, parts.trainer.checkpoint_bytes(), required) as path:
+            parts.trainer.save(path / TRAINER)
+            progress.save(path)
+        folder.prune_checkpoints(parts.config.checkpoint.keep)

@@ -1,0 +1,125 @@
+"""The metrics row of a step and the line that the console shows of it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from datetime import UTC, datetime
+
+from lockstep.records import Rollout
+from lockstep.refit.transaction import Receipt
+
+Row = dict[str, int | float | str | bool]
+
+PHASES = {
+    "time/step_s": "step",
+    "time/rollout_s": "rollout",
+    "time/score_s": "rollout/score",
+    "time/logprobs_s": "logprobs",
+    "time/train_s": "train",
+    "time/optim_s": "optim",
+    "time/refit_s": "refit",
+    "time/eval_s": "eval",
+    "time/save_s": "save",
+}
+"""Metric name → span name of ``loop.py``."""
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far (host memory)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def now_iso() -> str:
+    """UTC time with seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def rollout_metrics(rollouts: Seq[Rollout], prefix: str) -> Row:
+    """Means over the rollouts that have the value; one that no rollout has is absent."""
+    scores = [rollout.score for rollout in rollouts]
+    columns: dict[str, list[float]] = {
+        "reward": [score.reward for score in scores if score.reward is not None],
+        "accuracy": [float(score.correct) for score in scores if score.correct is not None],
+        "format": [float(score.formatted) for score in scores if score.formatted is not None],
+        "truncated": [float(rollout.status == "truncated") for rollout in rollouts],
+        "length_tokens": [float(rollout.num_sampled_tokens) for rollout in rollouts],
+    }
+    for name in sorted({name for score in scores for name in score.parts}):
+        values = [score.parts[name] for score in scores if score.parts.get(name) is not None]
+        columns[f"part_{_metric_word(name)}"] = [float(value) for value in values if value is not None]
+    row: Row = {prefix.format(name): sum(values) / len(values) for name, values in columns.items() if values}
+    row[prefix.format("unscored")] = sum(score.reward is None for score in scores)
+    return row
+
+
+def _metric_word(name: str) -> str:
+    """A reward's name as a part of a metric's name."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name.lower()).strip("_") or "unnamed"
+
+
+def duplicate_share(rollouts: Seq[Rollout]) -> Row:
+    """Share of samples that repeat an earlier one of their group token by token: near 1 when a policy has collapsed,
+    or when seeds are not different per sample."""
+    seen: set[tuple[str, bytes]] = set()
+    num_repeated = 0
+    for rollout in rollouts:
+        key = (rollout.group_id, b"".join(s.tokens[s.loss_mask].tobytes() for s in rollout.sequences))
+        num_repeated += key in seen
+        seen.add(key)
+    return {"rollout/duplicate_share": num_repeated / len(rollouts)} if rollouts else {}
+
+
+def time_metrics(totals_s: Mapping[str, float], generated_tokens: int, trained_tokens: int) -> Row:
+    """Seconds by phase and tokens per second; a phase that did not run is absent."""
+    row: Row = {name: totals_s[phase] for name, phase in PHASES.items() if phase in totals_s}
+    for name, tokens, phase in (
+        ("throughput/generated_tokens_per_s", generated_tokens, "rollout/generate"),
+        ("throughput/trained_tokens_per_s", trained_tokens, "train"),
+    ):
+        if totals_s.get(phase):
+            row[name] = tokens / totals_s[phase]
+    return row
+
+
+def refit_metrics(receipt: Receipt) -> Row:
+    """What the step line and the report show of a refit."""
+    return {
+        "refit/version": receipt.version,
+        "refit/transferred_bytes": receipt.transferred_bytes,
+        "refit/transfer_s": receipt.transfer_s,
+        "refit/commit_s": receipt.commit_s,
+        "refit/verify_s": receipt.verify_s,
+        "refit/claims_held": sum(claim.status == "held" for claim in receipt.claims),
+        "refit/claims_checked": sum(claim.status != "not checked" for claim in receipt.claims),
+    }
+
+
+STYLES = {"pass": "green", "warn": "yellow", "stop": "bold red", "unjudged": "yellow"}
+
+
+def step_line(row: Row, num_steps: int) -> str:
+    """One rich-markup line: reward, agreement, verdict, throughput, refit. Only what the row holds is shown."""
+
+    def shown(key: str, text: str) -> list[str]:
+        return [text.format(row[key])] if key in row else []
+
+    status = str(row["verdict/status"])
+    agreement = shown(f"agreement/{row['agreement/metric']}", f"{row['agreement/metric']} {{:.2g}}")
+    return " · ".join(
+        [
+            f"[bold]step {row['step']}/{num_steps}[/bold]",
+            *shown("reward/mean", "reward {:.3f}"),
+            *shown("accuracy/mean", "correct {:.2f}"),
+            *shown("format/mean", "form {:.2f}"),
+            *(agreement or ["agreement not measured"]),
+            f"[{STYLES[status]}]{status}[/{STYLES[status]}] (bound {row['agreement/bound']:.2g})",
+            *shown("throughput/generated_tokens_per_s", "sampled {:.0f} tok/s"),
+            *shown("throughput/trained_tokens_per_s", "trained {:.0f} tok/s"),
+            *shown("time/refit_s", "refit {:.2f} s"),
+            *shown("time/step_s", "{:.1f} s"),
+        ]
+    )

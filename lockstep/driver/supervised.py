@@ -1,0 +1,71 @@
+"""Supervised steps on the task's gold completions, before the first rollout.
+
+They have an optimizer of their own: the policy that reinforcement learning starts from is version 0 with fresh moments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.schema import RunConfig
+from lockstep.interfaces import Task
+from lockstep.records import NOT_SAMPLED, Batch, IntArray, Sequence, TrainSequence
+from lockstep.tasks.prompt import PromptRenderer
+from lockstep.train.fsdp import FsdpTrainer
+from lockstep.train.objective import SupervisedObjective
+
+
+def run_supervised(
+    config: RunConfig, model: Any, task: Task, renderer: PromptRenderer, tokenizer: Any, vocab_limit: int
+) -> str:
+    """Train ``model`` in place for ``supervised.steps`` steps; returns a sentence with first and last loss.
+
+    Problems are the training ones in the task's order. Raises ValueError if a prompt is skipped as overlong, because
+    supervised data must not vanish silently.
+    """
+    settings = config.supervised
+    trainer = FsdpTrainer(
+        model,
+        config.trainer.model_copy(
+            update={
+                "learning_rate": settings.learning_rate,
+                "schedule": "constant",
+                "warmup_steps": 0,
+                "decay_start_step": 0,
+            }
+        ),
+        total_optimizer_steps=settings.steps,
+        temperature=1.0,
+        vocab_limit=vocab_limit,
+    )
+    objective, losses = SupervisedObjective(), []
+    for step in range(settings.steps):
+        items = tuple(
+            _gold_item(task, renderer, tokenizer, step * settings.batch_size + member)
+            for member in range(settings.batch_size)
+        )
+        losses.append(trainer.forward_backward(Batch(items), objective).loss)
+        trainer.optim_step()
+    return f"supervised: {settings.steps} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}"
+
+
+def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int) -> TrainSequence:
+    problem = task.problem("train", index)
+    rendered = renderer.render(problem)
+    if rendered is None:
+        raise ValueError(f"problem {problem.problem_id}: prompt longer than prompt.max_tokens in a supervised batch")
+    answer = [*tokenizer.encode(task.gold(problem), add_special_tokens=False), tokenizer.eos_token_id]
+    tokens: IntArray = np.concatenate([rendered.tokens, np.asarray(answer)]).astype(np.int32)
+    mask = np.arange(len(tokens)) >= len(rendered.tokens)
+    absent = np.full(len(tokens), NOT_SAMPLED, dtype=np.int32)
+    sequence = Sequence(
+        sequence_id=f"gold/{index}",
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        versions=absent,
+        kv_versions=absent,
+    )
+    return TrainSequence(sequence, f"gold/{index}", mask, np.ones(len(tokens), dtype=np.float32))

@@ -1,0 +1,259 @@
+"""The loop, and the two commands that drive it: ``train`` (run or resume) and ``export``.
+
+One step, and who waits for whom::
+
+    task ─prompts─▶ engine ─completions─▶ task ─rewards─▶ advantages ─▶ trainer.forward_backward
+                      ▲                                                     │ log-probs of that very forward
+                      │                                                     ▼
+                    refit ◀──────────── trainer.optim_step ◀──pass──  agreement ▶ gate ──stop──▶ exit 1
+
+The gate judges before the optimizer moves. Spans name the phases; ``driver/`` holds what the phases are made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config.load import ResolvedConfig
+from lockstep.driver.assembly import Parts, assembled
+from lockstep.driver.console import Console, heldout_text
+from lockstep.driver.export import export_checkpoint
+from lockstep.driver.folder import TRAINER, Opened, default_run_dir, open_run, save_checkpoint
+from lockstep.driver.interrupt import StopRequest, stop_on_signals
+from lockstep.driver.progress import Progress
+from lockstep.driver.rows import (
+    Row,
+    duplicate_share,
+    now_iso,
+    peak_rss_bytes,
+    refit_metrics,
+    rollout_metrics,
+    time_metrics,
+)
+from lockstep.driver.scoring import score_models, self_agreement, split_for_optimizer
+from lockstep.metrics.report import write_report
+from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
+from lockstep.parity.gate import Verdict
+from lockstep.parity.measure import measure_step, token_context
+from lockstep.records import Batch, FloatArray, Rollout, TrainSequence
+from lockstep.refit.transaction import Receipt, run_refit
+from lockstep.spans import Recorder, recording, span
+from lockstep.train.advantages import prepare
+from lockstep.train.corrections import apply_corrections
+
+EXIT_DONE, EXIT_GATE, EXIT_INTERRUPTED = 0, 1, 130
+
+
+def run_sync(
+    parts: Parts, folder: RunFolder, progress: Progress, console: Console, recorder: Recorder, stop: StopRequest
+) -> Verdict | None:
+    """Train until ``config.steps``, a stop request, or the gate; returns the verdict that stopped the run, if one did.
+
+    ``progress`` is always the last *finished* step. Whatever raises, the trainer's weights are that step's as long as
+    its version is ``progress.version``; ``stop`` is on hold from the optimizer's first move to the end of the save.
+    """
+    config = parts.config
+    while progress.step < config.steps and not stop.requested:
+        step = progress.step + 1
+        with span("step"):
+            with span("rollout"):
+                sampled = parts.sampler.sample(step, progress.cursor)
+            trained = train_on(parts, sampled.rollouts, step, stop)
+            row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
+            row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
+            row |= trained.metrics
+            with span("record"):
+                folder.write_rollouts(step, sampled.rollouts, trained.logprobs, console.token_texts(parts.decode))
+            if not trained.stopped:
+                row |= refit_metrics(refit(parts, folder, step))
+                progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state())
+                if (config.eval.every and step % config.eval.every == 0) or step == config.steps:
+                    row |= evaluate(parts, step)
+        totals = recorder.take_totals()
+        row |= time_metrics(totals, sampled.num_sampled_tokens, trained.num_forward_tokens)
+        folder.append_metrics(row | {"memory/peak_rss_bytes": peak_rss_bytes()})
+        console.step(row, config.steps)
+        if trained.stopped:
+            return trained.verdict
+        if step % config.checkpoint.every == 0 or step == config.steps or stop.requested:
+            save_checkpoint(folder, parts, progress)
+            recorder.write(folder.path / TRACE)
+        stop.release()
+    return None
+
+
+@dataclass(slots=True)
+class Trained:
+    """What training on a batch yielded: log-probs by sequence id, metrics, and the verdict once it is there."""
+
+    items: tuple[TrainSequence, ...]
+    logprobs: dict[str, FloatArray]
+    metrics: Row
+    num_forward_tokens: int = 0
+    verdict: Verdict | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """The gate stopped the run: the optimizer did not move."""
+        return self.verdict is not None and self.verdict.status == "stop"
+
+
+def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopRequest) -> Trained:
+    """Forward-backward, verdict, optimizer: once for each optimizer step of the batch.
+
+    The agreement is of the policy that sampled, from the first forward (or, when several optimizer steps share the
+    batch, from the pass before them), and of all sampled tokens, whatever is masked or rejected later.
+    """
+    config = parts.config.algorithm
+    scores = score_models(parts, rollouts)
+    prepared = prepare(
+        rollouts,
+        config,
+        max_new_tokens=parts.config.rollout.max_new_tokens,
+        teacher=scores.teacher,
+        reference=scores.reference,
+        live=scores.live,
+    )
+    live = {key: scored.logprobs for key, scored in (scores.live or {}).items()}
+    trained = Trained(prepared.items, live, dict(prepared.metrics))
+    if step == 1:
+        trained.metrics.update(self_agreement(parts, rollouts))
+    for items in split_for_optimizer(prepared.items, config.optimizer_steps_per_batch):
+        corrected = apply_corrections(items, scores.live, config.corrections)
+        batch = Batch(corrected.items, corrected.denominator_tokens, corrected.denominator_rollouts)
+        with span("train"):
+            output = parts.trainer.forward_backward(batch, parts.objective)
+        trained.metrics.update(corrected.metrics | output.metrics | {"loss": output.loss})
+        trained.num_forward_tokens += output.num_forward_tokens
+        if trained.verdict is None:
+            trained.logprobs = trained.logprobs or output.logprobs
+            trained.verdict = judge(parts, rollouts, trained, step)
+            if trained.stopped:
+                parts.trainer.drop_gradients()
+                return trained
+        stop.hold()
+        with span("optim"):
+            updated = parts.trainer.optim_step()
+        trained.metrics.update({"grad_norm": updated.grad_norm, "learning_rate": updated.learning_rate})
+    if trained.verdict is None:  # nothing to train on: every group was dropped
+        trained.verdict = judge(parts, rollouts, trained, step)
+    trained.metrics["version"] = parts.trainer.version
+    return trained
+
+
+def judge(parts: Parts, rollouts: tuple[Rollout, ...], trained: Trained, step: int) -> Verdict:
+    """Measure the agreement and judge it; its numbers go into the metrics of ``trained``.
+
+    Only rollouts that the trainer has seen at the version that sampled them can be measured: all of them, unless
+    several optimizer steps share a batch whose anchor is the engine's own log-probs.
+    """
+    gate = parts.config.gate
+    with span("agreement"):
+        seen = [r for r in rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
+        agreement = measure_step(trained.logprobs, seen, parts.trainer.version, items=trained.items)
+        verdict = parts.gate.judge(agreement, step, token_context(seen, parts.decode))
+    trained.metrics.update(agreement.flat())
+    trained.metrics.update({"agreement/bound": gate.bound, "agreement/metric": gate.metric})
+    trained.metrics.update({"verdict/status": verdict.status, "verdict/sentence": verdict.sentence})
+    return verdict
+
+
+def refit(parts: Parts, folder: RunFolder, step: int) -> Receipt:
+    """Give the engine the trainer's weights and file the receipt. The first two of a process are verified, then those
+    that are due."""
+    parts.refit_steps.append(step)
+    verify = len(parts.refit_steps) <= 2 or step % parts.config.refit.verify_every == 0
+    with span("refit"):
+        receipt = run_refit(parts.trainer.weights(), parts.engine.receiver(), parts.transport, verify=verify)
+    folder.append_refit({"step": step, **receipt.as_dict()})
+    return receipt
+
+
+def evaluate(parts: Parts, step: int) -> Row:
+    """Held-out problems, one greedy completion each."""
+    with span("eval"):
+        rollouts = parts.sampler.evaluate(parts.config.eval.num_problems, step)
+    return rollout_metrics(rollouts, "eval/{}")
+
+
+def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: bool = False) -> int:
+    """Run a configuration, or resume the run in ``run_dir``. Returns the exit code: 0 done, 1 stopped by the gate,
+    130 interrupted. Raises ConfigError, RunFolderError, TaskError and the like before anything is lost.
+    """
+    console = Console(as_json=as_json)
+    config = resolved.config
+    opened = open_run(resolved, run_dir or default_run_dir(config))
+    with opened.folder as folder, recording(Recorder()) as recorder, stop_on_signals(console.say) as stop:
+        progress = opened.progress
+        if progress.step >= config.steps:
+            console.say(f"{folder.path}: finished at step {progress.step} of {config.steps}; nothing to do")
+            return finish(folder, console)
+        console.say(f"{config.name}: {config.description}\nrun folder: {folder.path}")
+        with assembled(config, console.say, warm_up=opened.checkpoint is None) as parts:
+            try:
+                start(parts, opened, console)
+                verdict = run_sync(parts, folder, progress, console, recorder, stop)
+            except KeyboardInterrupt:
+                return interrupted(parts, opened, console)
+            finally:
+                recorder.write(folder.path / TRACE)
+        if verdict is not None:
+            console.say(f"stopped by the gate at step {progress.step + 1}: {verdict.sentence}")
+            finish(folder, console)
+            return EXIT_GATE
+        if progress.step < config.steps:
+            console.say(f"stopped after step {progress.step}, saved; {how_to_resume(folder)}")
+            return EXIT_INTERRUPTED
+        return finish(folder, console)
+
+
+def start(parts: Parts, opened: Opened, console: Console) -> None:
+    """Load the checkpoint of a resumed run, give the engine its weights, and evaluate once before a fresh run."""
+    folder, progress = opened.folder, opened.progress
+    if opened.checkpoint is not None:
+        with span("start/resume"):
+            parts.trainer.load(opened.checkpoint / TRAINER)
+            parts.gate.load_state(progress.gate)
+        console.say(f"resuming after step {progress.step} of {parts.config.steps}")
+    refit(parts, folder, progress.step)
+    if opened.checkpoint is None:
+        before = evaluate(parts, 0)
+        folder.append_metrics({"step": 0, "time": now_iso(), "version": parts.trainer.version, **before})
+        console.say(f"held-out before: {heldout_text(before)}")
+
+
+def interrupted(parts: Parts, opened: Opened, console: Console) -> int:
+    """A stop at once: save the last finished step if the weights are still its."""
+    folder, progress = opened.folder, opened.progress
+    saved = folder.latest_checkpoint()
+    if progress.step > 0 and parts.trainer.version == progress.version and (saved is None or saved[0] < progress.step):
+        save_checkpoint(folder, parts, progress)
+        saved = folder.latest_checkpoint()
+    last = f"last saved step: {saved[0]}" if saved else "no step was saved"
+    console.say(f"stopped at once; {last}; {how_to_resume(folder)}")
+    return EXIT_INTERRUPTED
+
+
+def how_to_resume(folder: RunFolder) -> str:
+    """The command that continues this run."""
+    return f"resume with: lockstep train {folder.path / CONFIG} --run-dir {folder.path}"
+
+
+def finish(folder: RunFolder, console: Console) -> int:
+    """Write the report and print the result: held-out before and after, and where the report is."""
+    report = write_report(folder.path)
+    evaluations = [row for row in folder.metrics() if "eval/accuracy" in row]
+    if len(evaluations) >= 2:
+        console.result(f"held-out before: {heldout_text(evaluations[0])}")
+        console.result(f"held-out after:  {heldout_text(evaluations[-1])}")
+    console.result(f"report: {report}")
+    return EXIT_DONE
+
+
+def export(run_dir: Path, out: Path, step: int | None = None) -> Path:
+    """Write a checkpoint's policy as a Hugging Face folder (safetensors and tokenizer). Returns ``out``.
+
+    ``step`` None: the newest good checkpoint. Raises FileExistsError rather than writing into a folder with files.
+    """
+    return export_checkpoint(run_dir, out, step)
