@@ -22,7 +22,6 @@ from lockstep.driver.supervised import run_supervised
 from lockstep.interfaces import Engine, Objective, Scorer, Task
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
 from lockstep.parity.gate import Gate
-from lockstep.records import IntArray
 from lockstep.refit.transports import Transport, make_transport
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.spans import span
@@ -41,7 +40,7 @@ class Parts:
 
     config: RunConfig
     task: Task
-    decode: Callable[[IntArray], str]
+    decode: Callable[[Sequence[int]], str]
     trainer: FsdpTrainer
     engine: Engine
     sampler: GroupSampler
@@ -66,7 +65,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     task = build_task(config.task)
     try:
         with span("start/task"):
-            say(prove_gold(task, num_problems=NUM_GOLD_PROOFS))
+            say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS)))
         with span("start/load"):
             tokenizer = load_tokenizer(config.model)
             model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
@@ -103,8 +102,8 @@ def _connect(
         with span("start/supervised"):
             say(run_supervised(config, model, task, renderer, tokenizer, vocab_limit))
 
-    def decode(tokens: Sequence[int] | IntArray) -> str:
-        return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     engine_model = copy.deepcopy(model).to(torch_dtype(config.rollout.dtype))
     engine = TorchEngine(engine_model, config.rollout, decode=decode, vocab_limit=vocab_limit)
@@ -145,7 +144,14 @@ def _connect(
 def _scorer(source: ModelSource, config: RunConfig, device: str, vocab_limit: int) -> Scorer:
     """A frozen model that scores sequences, in the trainer's precision and at the run's temperature."""
     model = load_model(source, torch_dtype(config.trainer.dtype), device)
-    return ReferenceScorer(model, config.trainer, temperature=config.rollout.temperature, vocab_limit=vocab_limit)
+    return ReferenceScorer(
+        model,
+        temperature=config.rollout.temperature,
+        vocab_limit=vocab_limit,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        chunk_tokens=config.trainer.logprob_chunk_tokens,
+        packing=config.trainer.packing,
+    )
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:

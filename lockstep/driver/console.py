@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import rich.console
@@ -43,11 +43,7 @@ class Console:
         return lambda tokens: [decode([int(token)]) for token in tokens]
 
 
-def heldout_text(row: Row) -> str:
+def heldout_text(row: Mapping[str, object]) -> str:
     """An evaluation in words: correctness and form apart."""
-    parts = [f"{row['eval/accuracy']:.3f} correct"]
-    if "eval/format" in row:
-        parts.append(f"{row['eval/format']:.3f} in the asked form")
-    if "eval/truncated" in row:
-        parts.append(f"{row['eval/truncated']:.3f} cut off")
-    return ", ".join(parts)
+    words = {"eval/accuracy": "correct", "eval/format": "in the asked form", "eval/truncated": "cut off"}
+    return ", ".join(f"{row[key]:.3f} {word}" for key, word in words.items() if key in row)

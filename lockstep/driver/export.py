@@ -17,7 +17,7 @@ def export_checkpoint(run_dir: Path, out: Path, step: int | None) -> Path:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; choose a new folder")
     config = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
-    checkpoints = Checkpoints.existing(run_dir / "checkpoints")
+    checkpoints = Checkpoints(run_dir / "checkpoints")
     if step is None:
         latest = checkpoints.latest()
         if latest is None:

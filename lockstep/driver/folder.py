@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -104,13 +104,13 @@ def environment() -> dict[str, object]:
     """Versions and hardware for ``environment.json``."""
     from lockstep.hardware.profile import detect
 
-    return {"command": sys.argv, "pid": os.getpid(), "profile": detect().as_dict()}
+    return {"command": sys.argv, "pid": os.getpid(), "profile": asdict(detect())}
 
 
 def save_checkpoint(folder: RunFolder, parts: Parts, progress: Progress) -> None:
     """Trainer's state and progress, written beside and renamed; older checkpoints go when it is complete."""
     with span("save"):
-        required = (PROGRESS_FILE, TRAINER)
+        required = (PROGRESS_FILE, f"{TRAINER}/.metadata")
         with folder.saving_checkpoint(progress.step, parts.trainer.checkpoint_bytes(), required) as path:
             parts.trainer.save(path / TRAINER)
             progress.save(path)

@@ -65,7 +65,7 @@ class GroupSampler:
         engine: Engine,
         task: Task,
         renderer: PromptRenderer,
-        decode: Callable[[IntArray], str],
+        decode: Callable[[Seq[int]], str],
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         *,
@@ -148,7 +148,7 @@ class GroupSampler:
         with span("rollout/generate"):
             completions = self.runner.run(_gather(self.engine, requests))
         with span("rollout/score"):
-            texts = [self.decode(completion.tokens) for completion in completions]
+            texts = [self.decode(completion.tokens.tolist()) for completion in completions]
             scores = self._scores([prompt.problem for prompt, _ in members], texts, completions)
         return [
             Rollout(

@@ -6,6 +6,7 @@ from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
     CheckpointConfig,
+    EvalConfig,
     GateConfig,
     PromptConfig,
     RandomModel,
@@ -50,5 +51,6 @@ def tiny_qwen3_moe() -> RunConfig:
         gate=GateConfig(
             bound=1e-4, reason="float32 on both sides; healthy runs stay near 1e-6, expert flips at ties above it"
         ),
+        eval=EvalConfig(num_problems=20),
         checkpoint=CheckpointConfig(every=75, keep=1),
     )
