@@ -22,6 +22,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,14 +65,26 @@ def load_run_config(recipe: str, overrides: Sequence[str] = (), *, find_recipe: 
 
     Raises ``ConfigError`` with every problem at once: keys, values, types, ranges, settings that disagree.
     """
-    base = _base_tree(recipe, find_recipe, ())
+    layers = _base_layers(recipe, find_recipe, ())
     overlay, violations = _overrides_tree(overrides)
-    return _resolve(merge(base, overlay), f"configuration of {recipe}", violations, base)
+    return _resolve(reduce(merge, [*layers, overlay]), f"configuration of {recipe}", violations, layers[0])
 
 
 def resolve_config(config: RunConfig, origin: str) -> ResolvedConfig:
     """Check a configuration built in Python; keys it leaves at their default say so. Raises ``ConfigError``."""
     return _resolve(section_tree(config, origin), origin, [])
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Every leaf of a configuration under its dotted key, as plain values."""
+    plain = config.model_dump(mode="json")
+    flat: dict[str, Any] = {}
+    for path in leaves(plain):
+        value: Any = plain
+        for part in path:
+            value = value[part]
+        flat[dotted(path)] = value
+    return flat
 
 
 def dump_resolved(resolved: ResolvedConfig) -> str:
@@ -116,9 +129,10 @@ def _comment(origin: str | None) -> str:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def _base_tree(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -> Tree:
+def _base_layers(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -> list[Tree]:
+    """The layers of a recipe or a file, the one that all others change first."""
     if not recipe.endswith(".toml") and os.sep not in recipe:
-        return section_tree(find_recipe(recipe), f"recipe {recipe}")
+        return [section_tree(find_recipe(recipe), f"recipe {recipe}")]
     path = Path(recipe)
     if path.resolve() in seen:
         chain = " → ".join(str(p) for p in (*seen, path.resolve()))
@@ -142,12 +156,12 @@ def _base_tree(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -> 
     for key in _unset_paths(recipe, unset):
         put(overlay, key, Leaf(None, origin(("unset",))))
     if extends is None:
-        return overlay
+        return [overlay]
     if not isinstance(extends, str):
         raise _fatal(recipe, f"extends = {extends!r} is not text", 'write extends = "a recipe\'s name or a TOML file"')
     if extends.endswith(".toml") or os.sep in extends:
         extends = str(path.parent / extends)
-    return merge(_base_tree(extends, find_recipe, (*seen, path.resolve())), overlay)
+    return [*_base_layers(extends, find_recipe, (*seen, path.resolve())), overlay]
 
 
 def _unset_paths(subject: str, unset: Any) -> list[KeyPath]:
@@ -207,7 +221,7 @@ def _resolve(tree: Tree, subject: str, violations: list[Violation], base: Tree |
         violations += check(config)
     if violations or config is None:
         raise ConfigError(subject, [_with_settings(v, tree, config) for v in violations])
-    origins = {dotted(path): _origin(tree, path) for path in leaves(config.model_dump(mode="json"))}
+    origins = {key: _origin(tree, split_dotted(key)) for key in flatten(config)}
     return ResolvedConfig(config, origins)
 
 

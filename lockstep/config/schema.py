@@ -272,9 +272,10 @@ class TrainerConfig(Section):
         default=4096, ge=1, description="Token budget of one micro-batch (padding included)."
     )
     logprob_chunk_tokens: int = Field(default=512, ge=1, description="Rows of logits in float32 that exist at once.")
-    packing: Literal["auto", "packed", "padded", "single"] = Field(
+    packing: Literal["auto", "shared_prompt", "packed", "padded", "single"] = Field(
         default="auto",
-        description="auto: packed where the architecture packs exactly, right padding where it does not.",
+        description="auto: shared_prompt (a prompt that several samples share is computed once) where the architecture "
+        "packs exactly, right padding where it does not.",
     )
 
 

@@ -1,0 +1,230 @@
+"""The command line: each command is a thin call of one function, imported only when it runs.
+
+Exit codes: 0 done, 1 a gate, check or claim failed, 2 bad usage or configuration. Logs go to stderr, results to
+stdout. An unexpected error keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep import __version__
+from lockstep.config.errors import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from lockstep.config.load import ResolvedConfig
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+app = typer.Typer(
+    name="lockstep",
+    help="RL post-training in which the trainer and the rollout engine are proved to run the same policy.",
+    epilog="A first run on two CPU cores: lockstep train quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The catalogue of recipes.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting (TOML value, else text). Repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+RunDirArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", exists=True, file_okay=False, help="The folder of a run.")
+]
+
+
+def main() -> None:
+    """Entry point of the ``lockstep`` command."""
+    try:
+        app()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lockstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before any command."""
+    del version  # its callback has acted on it
+
+
+@app.command(epilog="Examples:  lockstep doctor   |   lockstep doctor --json")
+def doctor(as_json: JsonOption = False) -> None:
+    """Show hardware, engines and versions, what was chosen and why.
+
+    Exits 1 with the way out if something needed is missing.
+    """
+    from lockstep.hardware.doctor import examine, render
+
+    result = examine()
+    print(json.dumps(result, indent=2) if as_json else render(result))
+    if result["problems"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command(
+    epilog="Examples:  lockstep train quickstart   |   "
+    "lockstep train my.toml --set trainer.learning_rate=1e-5 --run-dir runs/mine"
+)
+def train(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; resumed if it exists.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print exit code and last metrics as JSON (needs --run-dir).")
+    ] = False,
+) -> None:
+    """Run a recipe, or resume it: one line per step with reward, agreement, verdict and refit.
+
+    Ctrl-C finishes the step, saves and says how to resume; a second one stops at once.
+    """
+    if as_json and run_dir is None:
+        raise typer.BadParameter("needs --run-dir, where the metrics are read from", param_hint="--json")
+    resolved = _load(recipe, overrides)
+    from lockstep.loop import train as run
+
+    if not as_json:
+        raise typer.Exit(run(resolved, run_dir))
+    with contextlib.redirect_stdout(sys.stderr):
+        code = run(resolved, run_dir)
+    assert run_dir is not None
+    print(json.dumps({"exit_code": code, "run_dir": str(run_dir), "last_metrics": _last_metrics(run_dir)}))
+    raise typer.Exit(code)
+
+
+def _last_metrics(run_dir: Path) -> dict[str, Any] | None:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+@app.command(epilog="Example:  lockstep report runs/quickstart")
+def report(run_dir: RunDirArgument) -> None:
+    """Write the run's report, one self-contained HTML page, and print its path."""
+    from lockstep.metrics.report import write_report
+
+    print(write_report(run_dir))
+
+
+@app.command(
+    epilog="Examples:  lockstep export runs/quickstart out/model   |   lockstep export runs/q out/model --step 11"
+)
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist or be empty.")],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="A checkpoint's step; default: the last.")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise typer.BadParameter(f"{out} exists and is not an empty folder", param_hint="OUT")
+    from lockstep.loop import export as write
+
+    write(run_dir, out, step)
+    print(out)
+
+
+@recipes_app.command("list", epilog="Example:  lockstep recipes list")
+def list_recipes(as_json: JsonOption = False) -> None:
+    """List all recipes."""
+    from lockstep.recipes import find_recipe, recipe_names
+
+    described = {name: find_recipe(name).description for name in recipe_names()}
+    if as_json:
+        print(json.dumps(described, indent=2))
+        return
+    width = max((len(name) for name in described), default=0)
+    for name, description in described.items():
+        print(f"{name:{width}}  {description}")
+
+
+@recipes_app.command(
+    epilog="Examples:  lockstep recipes show quickstart > my.toml   |   lockstep recipes show quickstart --json"
+)
+def show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Print the resolved configuration: every key, its value and where the value came from."""
+    from lockstep.config.load import dump_resolved
+
+    resolved = _load(recipe, overrides)
+    if as_json:
+        config = resolved.config.model_dump(mode="json")
+        print(json.dumps({"config": config, "origins": resolved.origins}, indent=2))
+    else:
+        print(dump_resolved(resolved), end="")
+
+
+@recipes_app.command(epilog="Example:  lockstep recipes diff quickstart my.toml")
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A recipe's name or a TOML file.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print the keys in which two recipes differ, with both values."""
+    from lockstep.config.load import flatten
+
+    sides = [flatten(_load(name, None).config) for name in (first, second)]
+    keys = [key for key in sides[0] | sides[1] if sides[0].get(key, _ABSENT) != sides[1].get(key, _ABSENT)]
+    if as_json:
+        print(json.dumps({key: [side.get(key) for side in sides] for key in keys}, indent=2))
+        return
+    for key in keys:
+        print(key)
+        for name, side in zip((first, second), sides, strict=True):
+            print(f"  {name}: {json.dumps(side[key]) if key in side else '(no such key)'}")
+
+
+_ABSENT = object()
+
+
+@recipes_app.command("check", epilog="Example:  lockstep recipes check --json")
+def check_recipes(as_json: JsonOption = False) -> None:
+    """Load every recipe and run all checks. Exits 1 if one is refused."""
+    from lockstep.recipes import load_recipe, recipe_names
+
+    problems: dict[str, list[Violation]] = {}
+    for name in recipe_names():
+        try:
+            load_recipe(name)
+            problems[name] = []
+        except ConfigError as error:
+            problems[name] = list(error.violations)
+    if as_json:
+        print(json.dumps({name: [v.text() for v in found] for name, found in problems.items()}, indent=2))
+    else:
+        for name, found in problems.items():
+            print("\n\n".join([f"{name}: {'refused' if found else 'ok'}", *(v.text() for v in found)]))
+    if not problems or any(problems.values()):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> ResolvedConfig:
+    from lockstep.recipes import load_recipe
+
+    return load_recipe(recipe, overrides or ())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Cross-field rules: each refuses what it should, by key, and lets the settings that agree through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.algorithm_checks import RULES
+from lockstep.config.checks import check
+from lockstep.config.keys import walk
+from lockstep.config.schema import PATH_KEYS, ArithmeticTask, GateConfig, GgufModel, RunConfig
+from lockstep.config.toml_text import dotted
+from lockstep.config.tree import document_tree, merge, plain_values, section_tree
+
+BASE = RunConfig(
+    name="base",
+    steps=20,
+    model=GgufModel(package="some-weights"),
+    task=ArithmeticTask(),
+    gate=GateConfig(bound=0.05, reason="test"),
+)
+
+
+def config_with(changes: dict[str, Any]) -> RunConfig:
+    """The base configuration with dotted keys changed; valid for the schema, whatever the rules say."""
+    nested: dict[str, Any] = {}
+    for key, value in changes.items():
+        node = nested
+        *above, last = key.split(".")
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = value
+    tree = merge(section_tree(BASE, "base"), document_tree(nested, lambda _: "test", Path()))
+    return RunConfig.model_validate_json(json.dumps(plain_values(tree)))
+
+
+A, C = "algorithm", "algorithm.corrections"
+TEACHER = {"teacher.source": "path", "teacher.path": "/t"}
+DISTILL = {f"{A}.advantage": "distill", **TEACHER}
+FILE = {"task.kind": "file", "task.path": "/d.jsonl"}
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        ("group_baseline_needs_a_group", {f"{A}.group_size": 1, f"{A}.advantage": name}, f"{A}.group_size")
+        for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+    ],
+    ("gamma_belongs_to_reinforce_pp", {f"{A}.gamma": 0.9}, f"{A}.gamma"),
+    ("steps_divide_the_batch", {f"{A}.optimizer_steps_per_batch": 3}, f"{A}.optimizer_steps_per_batch"),
+    ("distillation_has_one_teacher", {f"{A}.advantage": "distill"}, "teacher"),
+    ("distillation_has_one_teacher", TEACHER, "teacher"),
+    (
+        "distillation_ignores_rewards",
+        DISTILL | {f"{A}.dynamic_sampling.enabled": True},
+        f"{A}.dynamic_sampling.enabled",
+    ),
+    (
+        "distillation_ignores_rewards",
+        DISTILL | {f"{A}.overlong.factor": 1.0, f"{A}.overlong.buffer_tokens": 4},
+        f"{A}.overlong.factor",
+    ),
+    (
+        "distillation_ignores_rewards",
+        DISTILL | {f"{A}.truncated": "penalise", f"{A}.truncated_penalty": 1.0},
+        f"{A}.truncated",
+    ),
+    (
+        "distillation_ignores_rewards",
+        DISTILL | {f"{A}.kl.place": "reward", f"{A}.kl.estimator": "k1", f"{A}.kl.coefficient": 0.1},
+        f"{A}.kl.place",
+    ),
+    ("training_samples_the_whole_distribution", {"rollout.top_k": 50}, "rollout.top_k"),
+    ("training_samples_the_whole_distribution", {"rollout.top_p": 0.8}, "rollout.top_p"),
+    ("training_samples_the_whole_distribution", DISTILL | {"rollout.min_p": 0.1}, "rollout.min_p"),
+    ("stop_strings_are_not_empty", {"rollout.stop_strings": ["\n", ""]}, "rollout.stop_strings"),
+    (
+        "dynamic_sampling_needs_groups",
+        {f"{A}.dynamic_sampling.enabled": True, f"{A}.group_size": 1, f"{A}.advantage": "reinforce_pp"},
+        f"{A}.dynamic_sampling.enabled",
+    ),
+    (
+        "dynamic_sampling_needs_groups",
+        {f"{A}.dynamic_sampling.max_refill_rounds": 9},
+        f"{A}.dynamic_sampling.max_refill_rounds",
+    ),
+    ("truncation_penalty_goes_with_penalise", {f"{A}.truncated": "penalise"}, f"{A}.truncated"),
+    ("truncation_penalty_goes_with_penalise", {f"{A}.truncated_penalty": 1.0}, f"{A}.truncated_penalty"),
+    ("overlong_buffer_fits", {f"{A}.overlong.factor": 1.0}, f"{A}.overlong.factor"),
+    ("overlong_buffer_fits", {f"{A}.overlong.buffer_tokens": 8}, f"{A}.overlong.buffer_tokens"),
+    (
+        "overlong_buffer_fits",
+        {f"{A}.overlong.factor": 1.0, f"{A}.overlong.buffer_tokens": 256},
+        f"{A}.overlong.buffer_tokens",
+    ),
+    ("length_norm_goes_with_token_sum_norm", {f"{A}.aggregation": "token_sum_norm"}, f"{A}.length_norm"),
+    ("length_norm_goes_with_token_sum_norm", {f"{A}.length_norm": 64}, f"{A}.length_norm"),
+    ("gspo_is_a_sequence_loss", {f"{A}.loss": "gspo"}, f"{A}.aggregation"),
+    *[
+        ("dual_clip_belongs_to_ppo_clip", {f"{A}.loss": loss, f"{A}.dual_clip": 3.0}, f"{A}.dual_clip")
+        for loss in ("gspo", "cispo", "reinforce")
+    ],
+    ("clip_range_is_a_range", {f"{A}.clip_low": 1.0}, f"{A}.clip_low"),
+    ("clip_range_is_a_range", {f"{A}.loss": "reinforce", f"{A}.clip_high": 0.3}, f"{A}.clip_high"),
+    ("kl_is_on_or_off", {f"{A}.kl.place": "loss"}, f"{A}.kl.place"),
+    ("kl_is_on_or_off", {f"{A}.kl.coefficient": 0.1}, f"{A}.kl.coefficient"),
+    ("kl_is_on_or_off", {f"{A}.kl.estimator": "k2"}, f"{A}.kl.estimator"),
+    ("kl_is_on_or_off", {"reference.source": "path", "reference.path": "/r"}, "reference"),
+    (
+        "kl_estimator_fits_its_place",
+        {f"{A}.kl.place": "loss", f"{A}.kl.coefficient": 0.1, f"{A}.kl.estimator": "k1"},
+        f"{A}.kl.estimator",
+    ),
+    (
+        "kl_estimator_fits_its_place",
+        {f"{A}.kl.place": "reward", f"{A}.kl.coefficient": 0.1, f"{A}.kl.estimator": "k3"},
+        f"{A}.kl.estimator",
+    ),
+    ("bypass_excludes_weights", {f"{C}.bypass": True, f"{C}.weight": "tis"}, f"{C}.bypass"),
+    ("correction_bounds_are_ranges", {f"{C}.weight": "tis", f"{C}.weight_low": 2.0}, f"{C}.weight_low"),
+    ("correction_bounds_are_ranges", {f"{C}.reject": ["mis"], f"{C}.mis_low": 3.0}, f"{C}.mis_low"),
+    ("correction_bounds_are_ranges", {f"{C}.reject": ["veto"], f"{C}.veto": 0.0}, f"{C}.veto"),
+    ("correction_settings_are_read", {f"{C}.weight_high": 3.0}, f"{C}.weight_high"),
+    ("correction_settings_are_read", {f"{C}.icepop_high": 3.0}, f"{C}.icepop_high"),
+    ("correction_settings_are_read", {f"{C}.veto": 1e-3}, f"{C}.veto"),
+    ("correction_settings_are_read", {f"{C}.denominator": "fixed"}, f"{C}.denominator"),
+    ("correction_settings_are_read", {f"{C}.reject": ["mis", "mis"]}, f"{C}.reject"),
+    ("schedule_fits_the_run", {"trainer.warmup_steps": 20}, "trainer.warmup_steps"),
+    (
+        "schedule_fits_the_run",
+        {"trainer.schedule": "linear", "trainer.decay_start_step": 20},
+        "trainer.decay_start_step",
+    ),
+    ("schedule_fits_the_run", {"trainer.decay_start_step": 5}, "trainer.decay_start_step"),
+    ("schedule_fits_the_run", {"trainer.final_ratio": 0.5}, "trainer.final_ratio"),
+    (
+        "schedule_fits_the_run",
+        {"trainer.schedule": "cosine", "trainer.warmup_steps": 6, "trainer.decay_start_step": 5},
+        "trainer.decay_start_step",
+    ),
+    (
+        "masters_are_not_coarser",
+        {"trainer.dtype": "float32", "trainer.master_dtype": "bfloat16"},
+        "trainer.master_dtype",
+    ),
+    ("shared_weights_have_one_dtype", {"refit.transport": "shared", "rollout.dtype": "float32"}, "refit.transport"),
+    ("supervised_settings_need_steps", {"supervised.batch_size": 8}, "supervised.batch_size"),
+    ("gguf_has_one_source", {"model.path": "/m.gguf"}, "model.path"),
+    ("gguf_has_one_source", {"model.package": None}, "model.path"),
+    ("gguf_has_one_source", {f"{A}.advantage": "distill", "teacher.source": "gguf"}, "teacher.path"),
+    ("raw_prompts_have_no_chat_settings", {"prompt.format": "raw", "prompt.thinking": False}, "prompt.thinking"),
+    ("raw_prompts_have_no_chat_settings", {"prompt.format": "raw", "prompt.system": "Hi."}, "prompt.system"),
+    (
+        "raw_prompts_have_no_chat_settings",
+        {"prompt.system": "Hi.", "prompt.template_default_system": False},
+        "prompt.template_default_system",
+    ),
+    ("rewards_are_known", {"task.rewards": []}, "task.rewards"),
+    ("rewards_are_known", {"task.rewards": [{"name": "arithmetik"}]}, "task.rewards"),
+    ("rewards_are_known", {"task.rewards": [{"name": "my.module:"}]}, "task.rewards"),
+    ("rewards_are_known", {"task.rewards": [{"name": "exact"}, {"name": "exact"}]}, "task.rewards"),
+    ("arithmetic_has_problems", {"task.min_operand": 21}, "task.min_operand"),
+    ("arithmetic_has_problems", {"task.num_heldout": 400}, "task.num_heldout"),
+    ("arithmetic_has_problems", {"task.operations": []}, "task.operations"),
+    ("arithmetic_has_problems", {"task.template": "What is {a}?"}, "task.template"),
+    ("arithmetic_has_problems", {"task.template": "{a} and {b} and {c}"}, "task.template"),
+    ("arithmetic_has_problems", {"task.template": "{a} {b", "task.operations": ["+"]}, "task.template"),
+    ("arithmetic_has_problems", {"task.template": "{a}+{b}=", "task.operations": ["+", "-"]}, "task.template"),
+    ("stop_bonus_needs_its_reward", {"task.rewards": [{"name": "exact"}], "task.stop_bonus": 0.5}, "task.stop_bonus"),
+    ("file_task_is_consistent", FILE | {"task.heldout_path": "/h", "task.num_heldout": 8}, "task.num_heldout"),
+    ("file_task_is_consistent", FILE | {"task.answer_key": None}, "task.answer_key"),
+    ("evaluation_fits_the_heldout_problems", {"eval.num_problems": 65}, "eval.num_problems"),
+]
+
+ALLOWED: list[dict[str, Any]] = [
+    {},
+    {f"{A}.group_size": 1, f"{A}.advantage": "reinforce_pp", f"{A}.gamma": 0.9},
+    {f"{A}.optimizer_steps_per_batch": 4, "trainer.warmup_steps": 79},
+    DISTILL | {f"{A}.group_size": 1},
+    {f"{A}.dynamic_sampling.enabled": True, f"{A}.dynamic_sampling.max_refill_rounds": 9},
+    {f"{A}.truncated": "penalise", f"{A}.truncated_penalty": 1.0},
+    {f"{A}.overlong.factor": 1.0, f"{A}.overlong.buffer_tokens": 255},
+    {f"{A}.advantage": "dr_grpo", f"{A}.aggregation": "token_sum_norm", f"{A}.length_norm": 64},
+    {f"{A}.advantage": "dr_grpo"},
+    {f"{A}.loss": "gspo", f"{A}.aggregation": "seq_mean_token_mean", f"{A}.clip_low": 3e-4, f"{A}.clip_high": 4e-4},
+    {f"{A}.dual_clip": 3.0},
+    {f"{A}.kl.place": "reward", f"{A}.kl.coefficient": 0.1, f"{A}.kl.estimator": "k1"},
+    {f"{A}.kl.place": "loss", f"{A}.kl.coefficient": 0.1, "reference.source": "path", "reference.path": "/r"},
+    {f"{C}.bypass": True, f"{C}.reject": ["mis", "veto"], f"{C}.mis_low": 0.25, f"{C}.denominator": "fixed"},
+    {f"{C}.weight": "tis_seq", f"{C}.weight_high": 3.0, f"{C}.reject": ["icepop", "geometric"]},
+    {"trainer.schedule": "linear", "trainer.warmup_steps": 5, "trainer.decay_start_step": 5},
+    {"trainer.schedule": "linear", "trainer.warmup_steps": 5},
+    {"refit.transport": "shared"},
+    {"trainer.master_dtype": "bfloat16"},
+    {"supervised.steps": 3, "supervised.batch_size": 8},
+    {"model.package": None, "model.path": "/m.gguf"},
+    {"prompt.format": "raw", "prompt.suffix": " ", "prompt.add_bos": "never"},
+    {"task.rewards": [{"name": "my.rewards:shout"}, {"name": "exact", "weight": 0.5}]},
+    {"task.operations": ["+", "-", "*"]},
+    {"task.template": "{a} plus {b}?"},
+    FILE | {"task.heldout_path": "/h", "eval.num_problems": 1000},
+    FILE | {"task.answer_key": None, "task.rewards": [{"name": "m:f"}]},
+]
+
+
+@pytest.mark.parametrize(("rule", "changes", "key"), REFUSED)
+def test_rule_refuses_and_names_the_key(rule: str, changes: dict[str, Any], key: str) -> None:
+    config = config_with(changes)
+    by_name = {function.__name__: function for function in RULES}
+    violations = list(by_name[rule](config))
+    assert key in [v.key for v in violations]
+    assert all(v.message and v.way_out for v in violations)
+    assert set(violations) <= set(check(config))
+
+
+@pytest.mark.parametrize("changes", ALLOWED)
+def test_settings_that_agree_pass_all_rules(changes: dict[str, Any]) -> None:
+    assert check(config_with(changes)) == []
+
+
+def test_every_rule_has_a_case_and_a_reason() -> None:
+    assert {rule for rule, _, _ in REFUSED} == {function.__name__ for function in RULES}
+    assert all(function.__doc__ for function in RULES)
+
+
+def test_divisibility_message_has_both_numbers_and_the_valid_values() -> None:
+    (violation,) = check(config_with({"algorithm.num_prompts": 12, "algorithm.optimizer_steps_per_batch": 5}))
+    assert "12" in violation.message
+    assert "5" in violation.message
+    assert "1, 2, 3, 4, 6, 12" in violation.way_out
+
+
+def test_all_violations_are_found_at_once() -> None:
+    changes = {"rollout.top_k": 5, "algorithm.gamma": 0.5, "eval.num_problems": 99}
+    assert {v.key for v in check(config_with(changes))} == set(changes)
+
+
+def test_keys_named_by_violations_exist() -> None:
+    known = {dotted(key.path) for key in walk()}
+    for _, changes, _ in REFUSED:
+        for violation in check(config_with(changes)):
+            assert {violation.key, *violation.also} <= known
+
+
+def test_path_keys_are_all_the_keys_that_name_files() -> None:
+    assert {dotted(k.path) for k in walk() if k.path[-1].endswith("path") and k.path[-1] != "fast_path"} == PATH_KEYS
