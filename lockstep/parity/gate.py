@@ -104,8 +104,8 @@ def advice(agreement: Agreement) -> str:
     """Where to look first, from what stands out in the measurement."""
     if agreement.num_nonfinite:
         return (
-            "find the side with the NaN or Inf; −Inf on a sampled token means that the two sides mask different tokens, "
-            "NaN an overflow in the forward"
+            "find the side that is not finite; −Inf on a sampled token means that the two sides mask different ids, "
+            "NaN that a forward overflowed"
         )
     if (name := _outlier(agreement.buckets.get("replica", {}))) is not None:
         return f"only replica {name} is far off: compare its last refit receipt and refit it"

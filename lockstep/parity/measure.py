@@ -117,7 +117,7 @@ def _of(logprobs: Mapping[str, FloatArray], sequence: Sequence) -> FloatArray:
         raise ValueError(f"the trainer returned no log-probs for sequence {sequence.sequence_id}")
     if len(values) != len(sequence.tokens):
         raise ValueError(
-            f"sequence {sequence.sequence_id}: {len(values)} log-probs from the trainer for {len(sequence.tokens)} tokens"
+            f"sequence {sequence.sequence_id}: {len(values)} trainer log-probs for {len(sequence.tokens)} tokens"
         )
     return values
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of every log-ratio before it is exponentiated (exp(20) is about 4.9e8: finite in float32 and bfloat16)."""
+"""Bound of every log-ratio before it is exponentiated (exp(20) is about 4.9e8)."""
 
 KL_LIMIT = 10.0
 """Bound of a token's k2 or k3 value. A token at the bound has no gradient."""
@@ -49,7 +49,7 @@ class TokenKl:
 
 def ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     """r = exp(clamp(l − l_old, ±20)) per token; no gradient beyond the bound."""
-    return torch.exp((logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return torch.exp(_wide(logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def ppo_clip(
@@ -91,7 +91,7 @@ def gspo(
     k_i is the **mean** log-ratio, so that its noise falls with the length instead of growing. Meant to be aggregated by
     ``seq_mean_token_mean``.
     """
-    x = (logprobs - old).detach()
+    x = _wide(logprobs - old).detach()
     sums = torch.zeros(num_sequences, dtype=x.dtype, device=x.device).index_add_(0, sequence_index, x)
     counts = torch.zeros_like(sums).index_add_(0, sequence_index, torch.ones_like(x))
     mean_log_ratio = (sums / counts.clamp(min=1)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[sequence_index]
@@ -132,7 +132,7 @@ def kl(estimator: KlEstimator, logprobs: Tensor, old: Tensor, reference: Tensor)
         raise ValueError(
             "KL estimator k1 in the loss has zero expected gradient: use k2, k3, kl_unbiased, or the reward"
         )
-    raw = reference - logprobs
+    raw = _wide(reference - logprobs)
     y = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     unbounded = y.square() / 2 if estimator == "k2" else torch.expm1(y) - y
     value = unbounded.clamp(-KL_LIMIT, KL_LIMIT)
@@ -173,6 +173,11 @@ def aggregate(
     if kind == "seq_mean_token_mean":
         return (values / tokens_per_rollout).sum() / max(num_rollouts, 1)
     return values.sum() / (max(num_rollouts, 1) * (length_norm or 1 if kind == "token_sum_norm" else 1))
+
+
+def _wide(values: Tensor) -> Tensor:
+    """At least float32: exp(20) is infinite in float16."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _clipped_surrogate(
