@@ -128,25 +128,25 @@ def rewards_are_known(config: RunConfig) -> Iterator[Violation]:
 
 @rule
 def arithmetic_has_problems(config: RunConfig) -> Iterator[Violation]:
-    """Operands form a range with more pairs than are held out, there are operations (each once), and the template
-    shows what is asked."""
+    """Operands and operations make more problems than are held out, operations are named once, and the template shows
+    what is asked."""
     task = config.task
     if not isinstance(task, ArithmeticTask):
         return
-    pairs = max(0, task.max_operand - task.min_operand + 1) ** 2
-    if not pairs:
+    num_problems = len(set(task.operations)) * max(0, task.max_operand - task.min_operand + 1) ** 2
+    if task.min_operand > task.max_operand:
         yield Violation(
             "task.min_operand",
             f"is above max_operand ({task.max_operand}): there is no problem",
             f"use {task.max_operand} or less",
             ("task.max_operand",),
         )
-    elif task.num_heldout >= pairs:
+    elif task.operations and task.num_heldout >= num_problems:
         yield Violation(
             "task.num_heldout",
-            f"leaves nothing to train on: there are {pairs} pairs of operands",
-            f"use less than {pairs}, or a wider range",
-            ("task.min_operand", "task.max_operand"),
+            f"leaves nothing to train on: there are {num_problems} problems",
+            f"use less than {num_problems}, or a wider range",
+            ("task.min_operand", "task.max_operand", "task.operations"),
         )
     if not task.operations or len(set(task.operations)) < len(task.operations):
         yield Violation("task.operations", "is empty or names an operation twice", "name each operation once")

@@ -197,7 +197,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"model.package": None, "model.path": "/m.gguf"},
     {"prompt.format": "raw", "prompt.suffix": " ", "prompt.add_bos": "never"},
     {"task.rewards": [{"name": "my.rewards:shout"}, {"name": "exact", "weight": 0.5}]},
-    {"task.operations": ["+", "-", "*"]},
+    {"task.operations": ["+", "-", "*"], "task.num_heldout": 1199},
     {"task.template": "{a} plus {b}?"},
     FILE | {"task.heldout_path": "/h", "eval.num_problems": 1000},
     FILE | {"task.answer_key": None, "task.rewards": [{"name": "m:f"}]},
