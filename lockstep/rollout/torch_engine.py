@@ -25,6 +25,7 @@ from lockstep.config.schema import RolloutConfig
 from lockstep.interfaces import LogProbs
 from lockstep.records import Completion, GenerateRequest, SamplingParams, Sequence
 from lockstep.rollout.decoding import Decoder
+from lockstep.rollout.fast_decoder import FastDecoder, unsupported
 from lockstep.rollout.module_decoder import ModuleDecoder
 from lockstep.rollout.random_stream import as_seed
 from lockstep.rollout.receiver import TorchReceiver
@@ -250,7 +251,8 @@ class TorchEngine:
 
 def make_decoder(model: PreTrainedModel, config: RolloutConfig, vocab_limit: int | None) -> Decoder:
     """The decoder for ``model``: hand-written where there is one and ``fast_path`` allows, else its own modules."""
-    del config
+    if config.fast_path == "auto" and unsupported(model) is None:
+        return FastDecoder(model, vocab_limit)
     return ModuleDecoder(model, vocab_limit)
 
 

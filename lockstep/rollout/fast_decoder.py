@@ -1,0 +1,289 @@
+"""Hand-written decoding for Llama, Qwen3 and Qwen3-MoE: one token for every slot, over a preallocated cache.
+
+Prefill runs through the model's own modules (right padding is exact for these architectures); decoding repeats their
+arithmetic, in their order of operations and roundings, with less around it:
+
+- q, k and v are one product, gate and up are one product, of packed weights (``packed_linear``);
+- keys and values lie in [layers, rows, positions, 2, kv heads, head size]: one write appends both, attention reads
+  only the positions in use, and grouped queries attend as several queries of one key head, without expanding it;
+- rows are dense: when a sequence leaves, the last row moves into its place.
+
+Norms, embeddings and experts are read from the modules themselves, so only packed weights are derived state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lockstep.rollout.decoding import DecoderState, Prefilled
+from lockstep.rollout.experts import run_experts
+from lockstep.rollout.module_decoder import ModuleDecoder, run_body
+from lockstep.rollout.packed_linear import FusedLinear
+
+_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+# Their frequencies depend on the length of the sequence at hand, so a table would be wrong.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_GROW_POSITIONS = 128
+
+
+def unsupported(model: Any) -> str | None:
+    """Why the hand-written decoder can't run ``model``, or None if it can."""
+    config = model.config
+    if type(model).__name__ not in _ARCHITECTURES:
+        return f"no hand-written decoder for {type(model).__name__}"
+    if config.rope_parameters["rope_type"] in _LENGTH_DEPENDENT_ROPE:
+        return f"rope type {config.rope_parameters['rope_type']!r} depends on the length"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r} is not silu"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "some layers attend to a window only"
+    if getattr(config, "use_sliding_window", False):
+        return "attention is limited to a window"
+    if next(model.parameters()).device.type != "cpu":
+        return "it is written for CPU tensors"
+    return None
+
+
+class _Layer:
+    """One decoder layer's weights as decoding reads them."""
+
+    def __init__(self, prefix: str, layer: Any) -> None:
+        attention = layer.self_attn
+        self.input_norm = layer.input_layernorm
+        self.post_norm = layer.post_attention_layernorm
+        self.query_norm = getattr(attention, "q_norm", None)
+        self.key_norm = getattr(attention, "k_norm", None)
+        qkv = ("q_proj", "k_proj", "v_proj")
+        self.qkv = FusedLinear(
+            [f"{prefix}.self_attn.{name}.weight" for name in qkv], [getattr(attention, name) for name in qkv]
+        )
+        self.output = FusedLinear([f"{prefix}.self_attn.o_proj.weight"], [attention.o_proj])
+        self.experts = layer.mlp if hasattr(layer.mlp, "experts") else None
+        self.linears = [self.qkv, self.output]
+        if self.experts is None:
+            pair = ("gate_proj", "up_proj")
+            self.gate_up = FusedLinear(
+                [f"{prefix}.mlp.{name}.weight" for name in pair], [getattr(layer.mlp, name) for name in pair]
+            )
+            self.down = FusedLinear([f"{prefix}.mlp.down_proj.weight"], [layer.mlp.down_proj])
+            self.linears += [self.gate_up, self.down]
+
+    def feed_forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's MLP or experts on [n, H]; with experts also their ids [n, K]."""
+        if self.experts is not None:
+            return run_experts(self.experts, rows)
+        gate, up = self.gate_up(rows).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up), None
+
+
+class FastDecoder(ModuleDecoder):
+    """``Decoder`` for the architectures that ``unsupported`` lets through."""
+
+    def __init__(self, model: Any, vocab_limit: int | None = None) -> None:
+        reason = unsupported(model)
+        if reason is not None:
+            raise ValueError(f"the fast path does not apply: {reason}")
+        super().__init__(model, vocab_limit)
+        self.model = model
+        self.layers = [_Layer(f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
+        self.head = FusedLinear(["lm_head.weight"], [model.lm_head])
+
+    def prefill(
+        self, sequences: Sequence[torch.Tensor], *, keep_cache: bool, want_routes: bool, max_tokens: int
+    ) -> list[Prefilled]:
+        """See ``Decoder``. Sequences of similar length share a forward, padded on the right: a causal model's real
+        positions never see the padding. A cache is [layers, T, 2, kv heads, head size]."""
+        results: list[Prefilled | None] = [None] * len(sequences)
+        for chunk in _padded_batches([len(sequence) for sequence in sequences], max_tokens):
+            batch = torch.nn.utils.rnn.pad_sequence([sequences[i] for i in chunk], batch_first=True)
+            cache = self.split.new_cache() if keep_cache else None
+            hidden, routes = run_body(self.split, batch, cache, want_routes)
+            for row, index in enumerate(chunk):
+                length = len(sequences[index])
+                results[index] = Prefilled(
+                    hidden[row, :length],
+                    None if routes is None else routes[row, :length],
+                    None if cache is None else _cache_row(cache, row, length),
+                )
+        return [result for result in results if result is not None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Decoder``."""
+        return self.head(hidden)[:, : self.vocab_limit]
+
+    def new_state(self, num_slots: int) -> DecoderState:
+        """See ``Decoder``."""
+        return SlotState(self, num_slots)
+
+    def refresh(self) -> None:
+        """Pack the live weights again."""
+        for linear in self._linears():
+            linear.refresh()
+
+    def live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The packed weights, unpacked."""
+        for linear in self._linears():
+            yield from linear.unpacked()
+
+    def _linears(self) -> Iterator[FusedLinear]:
+        for layer in self.layers:
+            yield from layer.linears
+        yield self.head
+
+
+def _padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices by falling length, in batches whose padded size stays within ``max_tokens`` (a longer one alone)."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def _cache_row(cache: Any, row: int, length: int) -> torch.Tensor:
+    """One sequence of a DynamicCache as [layers, T, 2, kv heads, head size]."""
+    layers = [
+        torch.stack([layer.keys[row, :, :length], layer.values[row, :, :length]]).permute(2, 0, 1, 3)
+        for layer in cache.layers
+    ]
+    return torch.stack(layers)
+
+
+class SlotState:
+    """Keys and values of up to ``num_slots`` sequences. Sequence r of ``_slots`` is row r; rows are dense."""
+
+    def __init__(self, decoder: FastDecoder, num_slots: int) -> None:
+        config = decoder.model.config
+        self._decoder = decoder
+        self._num_slots = num_slots
+        self._dtype = decoder.model.dtype
+        self._num_heads: int = config.num_attention_heads
+        self._num_kv_heads: int = config.num_key_value_heads
+        self._head_size: int = decoder.model.model.layers[0].self_attn.head_dim
+        self._scaling: float = decoder.model.model.layers[0].self_attn.scaling
+        self._slots: list[int] = []
+        self._lengths: list[int] = []
+        self._cache = torch.empty(0)  # [layers, rows, positions, 2, kv heads, head size]
+        self._cosines = torch.empty(0)  # [positions, 1, head size]
+        self._sines = torch.empty(0)  # the same, first half negated: see _rotate
+        self._num_positions = 0
+
+    def place(self, prefilled: Prefilled, slots: Sequence[int]) -> None:
+        """See ``DecoderState``."""
+        length = prefilled.cache.shape[1]
+        self._reserve(length + 1)
+        for slot in slots:
+            self._cache[:, len(self._slots), :length] = prefilled.cache
+            self._slots.append(slot)
+            self._lengths.append(length)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """See ``DecoderState``. The last row moves into the place of one that leaves."""
+        for slot in slots:
+            row, last = self._slots.index(slot), len(self._slots) - 1
+            if row != last:
+                length = self._lengths[last]
+                self._cache[:, row, :length] = self._cache[:, last, :length]
+                self._slots[row], self._lengths[row] = self._slots[last], length
+            self._slots.pop()
+            self._lengths.pop()
+
+    def decode(
+        self, slots: Sequence[int], tokens: torch.Tensor, want_routes: bool
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """See ``DecoderState``."""
+        row_of = {slot: row for row, slot in enumerate(self._slots)}
+        rows = [row_of[slot] for slot in slots]
+        in_order = rows == list(range(len(rows)))
+        order = torch.tensor(rows)  # order[i]: row of the i-th given slot
+        if not in_order:
+            tokens = torch.empty_like(tokens).index_copy_(0, order, tokens)
+        hidden, routes = self._forward(tokens, want_routes)
+        if not in_order:
+            hidden = hidden[order]
+            routes = None if routes is None else routes[order]
+        return self._decoder.logits(hidden), None if routes is None else routes.numpy()
+
+    def _forward(self, tokens: torch.Tensor, want_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Append one token to each row: final hidden states [n, H] and, if asked for, expert ids [n, L, K]."""
+        num_rows, used = len(self._lengths), max(self._lengths) + 1
+        self._reserve(used)
+        positions = torch.tensor(self._lengths)
+        cosines, sines = self._cosines[positions], self._sines[positions]
+        mask = torch.zeros(num_rows, 1, 1, used, dtype=self._dtype)
+        mask.masked_fill_(torch.arange(used) > positions[:, None, None, None], float("-inf"))
+        target = torch.arange(num_rows) * self._num_positions + positions
+        hidden = F.embedding(tokens, self._decoder.model.model.embed_tokens.weight)
+        routes: list[torch.Tensor] = []
+        for index, layer in enumerate(self._decoder.layers):
+            qkv = layer.qkv(rms_norm(layer.input_norm, hidden))
+            attended = self._attend(layer, self._cache[index], qkv, (cosines, sines), target, mask)
+            hidden = hidden + layer.output(attended)
+            fed, experts = layer.feed_forward(rms_norm(layer.post_norm, hidden))
+            hidden = hidden + fed
+            if want_routes and experts is not None:
+                routes.append(experts)
+        self._lengths = [length + 1 for length in self._lengths]
+        hidden = rms_norm(self._decoder.model.model.norm, hidden)
+        return hidden, torch.stack(routes, dim=1).to(torch.int16) if routes else None
+
+    def _attend(
+        self,
+        layer: _Layer,
+        cache: torch.Tensor,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        target: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Append this token's key and value to ``cache`` [rows, positions, 2, kv heads, head size] and attend."""
+        num_rows, used = mask.shape[0], mask.shape[-1]
+        heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
+        queries_keys = qkv[:, : (heads + kv_heads) * size].view(num_rows, heads + kv_heads, size)
+        if layer.query_norm is not None:
+            queries_keys[:, :heads] = rms_norm(layer.query_norm, queries_keys[:, :heads])
+            queries_keys[:, heads:] = rms_norm(layer.key_norm, queries_keys[:, heads:])
+        _rotate(queries_keys, *rotary)
+        # Rotated keys and the values lie side by side in qkv: one write appends both.
+        flat = cache.view(-1, 2 * kv_heads * size)
+        flat.index_copy_(0, target, qkv[:, heads * size :])
+        keys, values = cache[:num_rows, :used].permute(2, 0, 3, 1, 4).unbind(0)
+        queries = queries_keys[:, :heads].reshape(num_rows, kv_heads, heads // kv_heads, size)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scaling)
+        return attended.reshape(num_rows, heads * size)
+
+    def _reserve(self, num_positions: int) -> None:
+        """Room for ``num_positions`` tokens in every row, in cache and rotary tables."""
+        if num_positions <= self._num_positions:
+            return
+        grown = -(-num_positions // _GROW_POSITIONS) * _GROW_POSITIONS
+        shape = (len(self._decoder.layers), self._num_slots, grown, 2, self._num_kv_heads, self._head_size)
+        # Zeros, because masked positions are multiplied by zero and an uninitialised NaN would come through.
+        cache = torch.zeros(shape, dtype=self._dtype)
+        if self._num_positions:
+            cache[:, :, : self._num_positions] = self._cache
+        self._cache, self._num_positions = cache, grown
+        probe = torch.empty(1, dtype=self._dtype)
+        cosines, sines = self._decoder.model.model.rotary_emb(probe, torch.arange(grown)[None])
+        self._cosines = cosines[0][:, None]
+        self._sines = sines[0][:, None].clone()
+        self._sines[..., : self._head_size // 2].neg_()
+
+
+def rms_norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The model's RMSNorm, with its roundings: normalised in float32, cast, then scaled."""
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * wide.to(rows.dtype)
+
+
+def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """Rotary position embedding in place on [n, heads, head size]: x·cos + (−x₂, x₁)·sin, the sign inside ``sines``."""
+    turned = heads.roll(heads.shape[-1] // 2, dims=-1).mul_(sines)
+    heads.mul_(cosines).add_(turned)
