@@ -6,11 +6,10 @@ stdout. An unexpected error keeps its traceback.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +20,16 @@ if TYPE_CHECKING:
     from lockstep.config.load import ResolvedConfig
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+
+REFUSALS = {
+    ("lockstep.config.errors", "ConfigError"),
+    ("lockstep.model.load", "ModelError"),
+    ("lockstep.tasks.errors", "TaskError"),
+    ("lockstep.metrics.run_folder", "RunFolderError"),
+    ("lockstep.metrics.checkpoints", "CheckpointError"),
+}
+"""Errors that say what the user gave and how to correct it: their text is shown, without a traceback. By name, since
+importing them takes seconds that ``--help`` has not."""
 
 app = typer.Typer(
     name="lockstep",
@@ -49,7 +58,9 @@ def main() -> None:
     """Entry point of the ``lockstep`` command."""
     try:
         app()
-    except ConfigError as error:
+    except Exception as error:
+        if not {(base.__module__, base.__name__) for base in type(error).__mro__} & REFUSALS:
+            raise
         print(error, file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
@@ -95,31 +106,17 @@ def train(
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; resumed if it exists.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print exit code and last metrics as JSON (needs --run-dir).")
+        bool, typer.Option("--json", help="Print each step's metrics as one JSON object a line.")
     ] = False,
 ) -> None:
     """Run a recipe, or resume it: one line per step with reward, agreement, verdict and refit.
 
     Ctrl-C finishes the step, saves and says how to resume; a second one stops at once.
     """
-    if as_json and run_dir is None:
-        raise typer.BadParameter("needs --run-dir, where the metrics are read from", param_hint="--json")
     resolved = _load(recipe, overrides)
     from lockstep.loop import train as run
 
-    if not as_json:
-        raise typer.Exit(run(resolved, run_dir))
-    with contextlib.redirect_stdout(sys.stderr):
-        code = run(resolved, run_dir)
-    assert run_dir is not None
-    print(json.dumps({"exit_code": code, "run_dir": str(run_dir), "last_metrics": _last_metrics(run_dir)}))
-    raise typer.Exit(code)
-
-
-def _last_metrics(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]) if lines else None
+    raise typer.Exit(run(resolved, run_dir, as_json=as_json))
 
 
 @app.command(epilog="Example:  lockstep report runs/quickstart")
@@ -143,8 +140,7 @@ def export(
         raise typer.BadParameter(f"{out} exists and is not an empty folder", param_hint="OUT")
     from lockstep.loop import export as write
 
-    write(run_dir, out, step)
-    print(out)
+    print(write(run_dir, out, step))
 
 
 @recipes_app.command("list", epilog="Example:  lockstep recipes list")

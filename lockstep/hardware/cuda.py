@@ -79,7 +79,7 @@ def _driver(root: Path) -> tuple[str | None, int]:
         text = (folder / "version").read_text()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None, 0
-    match = re.search(r"Kernel Module\D*?(\d+\.\d+(?:\.\d+)?)", text)
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     gpus = folder / "gpus"
     return (match.group(1) if match else "unknown"), (len(list(gpus.iterdir())) if gpus.is_dir() else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -47,16 +48,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand in for the loop: records how it was called, and returns ``exit_code``."""
     seen: dict[str, Any] = {"exit_code": 0}
 
-    def train(resolved: Any, run_dir: Path | None) -> int:
-        print("result of the loop")
-        seen["train"] = (resolved, run_dir)
-        if run_dir is not None:
-            run_dir.mkdir(exist_ok=True)
-            (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "loss": 0.5}\n')
+    def train(resolved: Any, run_dir: Path | None, *, as_json: bool) -> int:
+        seen["train"] = (resolved, run_dir, as_json)
+        if "error" in seen:
+            raise seen["error"]
         return seen["exit_code"]
 
-    def export(run_dir: Path, out: Path, step: int | None) -> None:
+    def export(run_dir: Path, out: Path, step: int | None) -> Path:
         seen["export"] = (run_dir, out, step)
+        return out
 
     loop = types.ModuleType("lockstep.loop")
     loop.__dict__.update(train=train, export=export)
@@ -127,34 +127,34 @@ def test_train_passes_the_configuration_on_and_exits_as_the_loop_says(
     calls["exit_code"] = code
     run_dir = tmp_path / "run"
     assert run(monkeypatch, "train", recipe_file, "--set", "steps=5", "--run-dir", str(run_dir)) == code
-    resolved, passed = calls["train"]
-    assert (resolved.config.steps, resolved.origins["steps"], passed) == (5, "--set", run_dir)
+    resolved, passed, as_json = calls["train"]
+    assert (resolved.config.steps, resolved.origins["steps"], passed, as_json) == (5, "--set", run_dir, False)
+    run(monkeypatch, "train", recipe_file, "--json")
+    assert calls["train"][1:] == (None, True)
 
 
-def test_train_json_prints_one_object_and_nothing_else_on_stdout(
+@pytest.mark.parametrize(("module", "name"), sorted(cli.REFUSALS))
+def test_what_the_user_can_correct_exits_2_with_its_text_alone(
+    module: str,
+    name: str,
     recipe_file: str,
     calls: dict[str, Any],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls["exit_code"] = 1
-    assert run(monkeypatch, "train", recipe_file, "--run-dir", str(tmp_path / "run"), "--json") == 1
+    refusal = getattr(importlib.import_module(module), name)
+    calls["error"] = refusal("row 3 has no answer", []) if name == "ConfigError" else refusal("row 3 has no answer")
+    assert run(monkeypatch, "train", recipe_file) == 2
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {
-        "exit_code": 1,
-        "run_dir": str(tmp_path / "run"),
-        "last_metrics": {"step": 2, "loss": 0.5},
-    }
-    assert "result of the loop" in captured.err
-    assert run(monkeypatch, "train", recipe_file, "--json") == 2
+    assert "row 3 has no answer" in captured.err
+    assert "Traceback" not in captured.err
 
 
 def test_an_unexpected_error_keeps_its_traceback_and_exits_1(recipe_file: str) -> None:
     code = (
         "import sys, types\n"
         "loop = types.ModuleType('lockstep.loop')\n"
-        "def train(resolved, run_dir): raise RuntimeError('engine fell over')\n"
+        "def train(resolved, run_dir, as_json): raise RuntimeError('engine fell over')\n"
         "loop.train = train\n"
         "sys.modules['lockstep.loop'] = loop\n"
         f"sys.argv = ['lockstep', 'train', {recipe_file!r}]\n"

@@ -168,6 +168,18 @@ def test_gpus_that_a_cpu_build_of_torch_cannot_use_are_a_problem(
 
 
 @pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n", "470.82.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n", "580.159.04"),
+        ("NVRM version: something else\n", "unknown"),
+    ],
+)
+def test_the_driver_version_is_read_from_either_kind_of_module(line: str, version: str, tmp_path: Path) -> None:
+    assert detect_cuda({}, machine(tmp_path, {"proc/driver/nvidia/version": line})).driver == version
+
+
+@pytest.mark.parametrize(
     ("visible", "fragment"),
     [("0,0", "twice"), ("0,2", "names GPU 2, but there are 2"), ("-1,0", "hides itself")],
 )
