@@ -132,11 +132,10 @@ def kl(estimator: KlEstimator, logprobs: Tensor, old: Tensor, reference: Tensor)
         raise ValueError(
             "KL estimator k1 in the loss has zero expected gradient: use k2, k3, kl_unbiased, or the reward"
         )
-    raw = _wide(reference - logprobs)
-    y = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    y = _wide(reference - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     unbounded = y.square() / 2 if estimator == "k2" else torch.expm1(y) - y
     value = unbounded.clamp(-KL_LIMIT, KL_LIMIT)
-    clamped = (raw.abs() > LOG_RATIO_LIMIT) | (unbounded.abs() > KL_LIMIT)
+    clamped = unbounded > KL_LIMIT  # also wherever y is at its bound: both estimators are above 18 there
     if estimator == "k2":
         value = ratio(logprobs, old).detach() * value
     elif estimator == "kl_unbiased":
