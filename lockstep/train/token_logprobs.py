@@ -1,0 +1,201 @@
+"""Log-probs of given tokens from hidden states, without ever holding [N, V] logits.
+
+The head runs on chunks of rows. Its gradient needs the probabilities again; they are recomputed chunk by chunk in the
+backward, except for the last chunk of the forward, whose logits are kept: a micro-batch whose rows fit one chunk
+recomputes nothing, and never more than one chunk of logits exists at any moment. (Keeping all of them in bfloat16
+would save one matrix product in four and cost N·V·2 bytes.)
+
+Rows and tokens are apart: several tokens may be predicted by one row (samples that share a prompt), and the row's
+softmax is then computed once. Everything after the head's own matrix product is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.model.adapter import SplitModel
+
+_CACHE_ELEMENTS = 1 << 21
+"""Float32 elements of one softmax block: 8 MB, so that its passes over the vocabulary stay in a CPU's cache."""
+
+
+class TokenLogProbs:
+    """The head of ``split`` as a function from hidden rows to log-probs of tokens.
+
+    Log-probs are float32 of the sampling distribution: logits divided by ``temperature``, columns from
+    ``vocab_limit`` on left out of the softmax. A head that is a plain linear (proved here by comparing it with the
+    model's own head on random rows) has a hand-written gradient; any other runs the model's own head, checkpointed.
+    The head's weight gradient is summed over chunks in float32 and handed on in the weight's dtype.
+    """
+
+    def __init__(
+        self, split: SplitModel, *, temperature: float = 1.0, vocab_limit: int | None = None, chunk_tokens: int = 512
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature {temperature}: log-probs of a sampling distribution need one above 0")
+        self.split = split
+        self.inverse_temperature = 1.0 / temperature
+        self.chunk_tokens = chunk_tokens
+        self.linear = _is_plain_linear(split)
+        width = split.model.lm_head.weight.shape[0]  # pyright: ignore[reportAttributeAccessIssue]
+        if vocab_limit is not None and not 0 < vocab_limit <= width:
+            raise ValueError(f"vocab_limit {vocab_limit}: the head has {width} rows")
+        self.vocab_limit = vocab_limit
+
+    def __call__(self, hidden: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probs [M] float32 of ``tokens`` [M], token i predicted by row ``rows[i]`` of ``hidden`` [n, H].
+
+        ``rows`` must not decrease. Raises ValueError for a token beyond ``vocab_limit``: its probability is zero.
+        """
+        self._check(tokens)
+        if len(tokens) == 0:
+            return hidden.new_zeros(0, dtype=torch.float32) + 0.0 * hidden.float().sum()
+        if self.linear:
+            weight: torch.Tensor = self.split.model.lm_head.weight  # pyright: ignore[reportAttributeAccessIssue]
+            return _LinearHead.apply(  # pyright: ignore[reportReturnType]
+                hidden, weight, rows, tokens, self.inverse_temperature, self.vocab_limit, self.chunk_tokens
+            )
+        outputs = []
+        for start, stop, low, high in _chunks(hidden.shape[0], rows, self.chunk_tokens):
+            arguments = (hidden[start:stop], rows[low:high] - start, tokens[low:high])
+            if torch.is_grad_enabled():
+                outputs.append(checkpoint(self._own_head, *arguments, use_reentrant=False))
+            else:
+                outputs.append(self._own_head(*arguments))
+        return torch.cat(outputs)
+
+    def argmax(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The most likely token [M] int64 at each of ``rows`` [M] of ``hidden`` [n, H]; the lowest id on a tie."""
+        best = [
+            self.split.logits(piece)[:, : self.vocab_limit].float().argmax(-1)
+            for piece in hidden.detach().split(self.chunk_tokens)
+        ]
+        return torch.cat(best)[rows]
+
+    def _own_head(self, hidden: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.split.logits(hidden)[:, : self.vocab_limit].float() * self.inverse_temperature
+        return logits[rows, tokens] - logits.logsumexp(-1)[rows]
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        if self.vocab_limit is not None and len(tokens) and int(tokens.max()) >= self.vocab_limit:
+            raise ValueError(
+                f"token {int(tokens.max())} was sampled but the vocabulary ends at {self.vocab_limit}: "
+                "the engine must mask the same rows of the head"
+            )
+
+
+def _is_plain_linear(split: SplitModel) -> bool:
+    head = split.model.lm_head
+    if type(head) is not torch.nn.Linear or head.bias is not None:
+        return False
+    with torch.no_grad():
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        probe = torch.randn(4, head.in_features, generator=generator).to(head.weight)
+        expected = split.logits(probe)
+        found = F.linear(probe, head.weight)
+    return expected.shape == found.shape and torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=1e-5)
+
+
+def _chunks(num_rows: int, rows: torch.Tensor, size: int) -> list[tuple[int, int, int, int]]:
+    """(first row, last row + 1, first token, last token + 1) of each chunk of ``size`` rows."""
+    edges = [*range(0, num_rows, size), num_rows]
+    places = torch.searchsorted(rows, torch.tensor(edges, device=rows.device)).tolist()
+    return [(edges[i], edges[i + 1], places[i], places[i + 1]) for i in range(len(edges) - 1)]
+
+
+def _block_rows(vocabulary: int, device: torch.device) -> int:
+    return max(1, _CACHE_ELEMENTS // vocabulary) if device.type == "cpu" else 1 << 30
+
+
+class _LinearHead(torch.autograd.Function):
+    """log softmax(hidden @ weight.T / temperature)[rows, tokens] with the gradient of hidden and weight, in chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        inverse_temperature: float,
+        vocab_limit: int | None,
+        chunk_tokens: int,
+    ) -> torch.Tensor:
+        used = weight[:vocab_limit]
+        block = _block_rows(used.shape[0], hidden.device)
+        normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        output = torch.empty(tokens.shape[0], dtype=torch.float32, device=hidden.device)
+        chunks = _chunks(hidden.shape[0], rows, chunk_tokens)
+        logits = None
+        for start, stop, low, high in chunks:
+            logits = F.linear(hidden[start:stop], used)
+            for first in range(start, stop, block):
+                last = min(first + block, stop)
+                scaled = logits[first - start : last - start].float() * inverse_temperature
+                normalisers[first:last] = scaled.logsumexp(-1)
+            local = rows[low:high]
+            picked = logits[local - start, tokens[low:high]].float() * inverse_temperature
+            output[low:high] = picked - normalisers[local]
+        needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        ctx.save_for_backward(hidden, weight, rows, tokens, normalisers)
+        ctx.kept_logits = logits if needs_gradient else None
+        ctx.chunks, ctx.block = chunks, block
+        ctx.inverse_temperature, ctx.vocab_limit = inverse_temperature, vocab_limit
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, rows, tokens, normalisers = ctx.saved_tensors
+        used = weight[: ctx.vocab_limit]
+        scaled_gradient = gradients[0].float() * ctx.inverse_temperature
+        # d log p[token] / d logits = (onehot(token) - p) / temperature: the softmax part is summed over a row's tokens.
+        row_weights = torch.zeros_like(normalisers).index_add_(0, rows, scaled_gradient)
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_gradient: torch.Tensor | None = None
+        for start, stop, low, high in reversed(ctx.chunks):
+            logits = ctx.kept_logits if ctx.kept_logits is not None else F.linear(hidden[start:stop], used)
+            ctx.kept_logits = None
+            places = (rows[low:high] - start, tokens[low:high])
+            logits = _logits_gradient(
+                logits, normalisers[start:stop], row_weights[start:stop], places, scaled_gradient[low:high], ctx
+            )
+            if hidden_gradient is not None:
+                torch.mm(logits, used, out=hidden_gradient[start:stop])
+            if ctx.needs_input_grad[1]:
+                share = logits.T @ hidden[start:stop]
+                if weight_gradient is None:
+                    weight_gradient = share if len(ctx.chunks) == 1 else share.float()
+                else:
+                    weight_gradient += share
+        if weight_gradient is not None:
+            missing = weight.shape[0] - weight_gradient.shape[0]
+            weight_gradient = (
+                F.pad(weight_gradient.to(weight.dtype), (0, 0, 0, missing)) if missing else weight_gradient
+            )
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, None, None, None, None, None
+
+
+def _logits_gradient(
+    logits: torch.Tensor,
+    normalisers: torch.Tensor,
+    row_weights: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
+    token_gradient: torch.Tensor,
+    ctx: Any,
+) -> torch.Tensor:
+    """The gradient of the logits [n, V], written into the storage of ``logits`` block by block."""
+    num_rows = logits.shape[0]
+    rows, tokens = places
+    for first in range(0, num_rows, ctx.block):
+        last = min(first + ctx.block, num_rows)
+        part = logits[first:last].float() * ctx.inverse_temperature
+        part.sub_(normalisers[first:last, None]).exp_().mul_(row_weights[first:last, None]).neg_()
+        low, high = torch.searchsorted(rows, torch.tensor([first, last], device=rows.device)).tolist()
+        part.index_put_((rows[low:high] - first, tokens[low:high]), token_gradient[low:high], accumulate=True)
+        logits[first:last] = part
+    return logits
