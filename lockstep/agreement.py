@@ -119,29 +119,18 @@ def measure(
     eligible = masked & _fresh(sampled_at, cached_at, version)
     finite = torch.isfinite(train) & torch.isfinite(rollout)
     used = torch.nonzero(eligible & finite).flatten()
-    d, l_train, l_roll = (train - rollout)[used], train[used], rollout[used]
+    d = (train - rollout)[used]
 
-    group = None if rollout_ids is None else layout.codes("rollout_ids", rollout_ids)[0]
-    if sequence_ids is not None:
-        sequence = layout.codes("sequence_ids", sequence_ids)[0]
-    else:
-        sequence = layout.row if layout.has_rows else group
-    group = sequence if group is None else group
-    metrics = _token_metrics(d) | _probability_metrics(l_train, l_roll)
+    sequence, group = layout.owners(sequence_ids, rollout_ids)
+    metrics = _token_metrics(d) | _probability_metrics(train[used], rollout[used])
     if sequence is not None and group is not None:
         metrics |= _sequence_metrics(d, sequence[used], group[used])
-    if (pair := layout.pair("top1", train_top1, rollout_top1)) is not None:
-        a, b = pair[0][used], pair[1][used]
-        known = (a >= 0) & (b >= 0)
-        metrics |= _share("argmax_agree", (a == b)[known])
-    flipped = None
-    if (pair := layout.pair("routes", train_routes, rollout_routes)) is not None:
-        equal, known = _equal_expert_sets(pair[0][used], pair[1][used])
-        metrics |= _share("route_agree", equal[known])
-        flipped = torch.where(known.any(1), (known & ~equal).any(1).long(), -1)
+    metrics |= _argmax_agreement(layout.pair("top1", train_top1, rollout_top1), used)
+    shares, flipped = _route_agreement(layout.pair("routes", train_routes, rollout_routes), used)
+    metrics |= shares
 
     places = layout.flat("positions", positions).long() if positions is not None else layout.positions(masked, sequence)
-    buckets = _buckets(d.abs(), l_roll, None if places is None else places[used], flipped)
+    buckets = _buckets(d.abs(), rollout[used], None if places is None else places[used], flipped)
     if replicas is not None:
         codes, names = layout.codes("replicas", replicas)
         buckets["replica"] = _bucketed(codes[used], names, d.abs())
@@ -232,6 +221,15 @@ class _Layout:
         seen: dict[Any, int] = {}
         codes = torch.tensor([seen.setdefault(v, len(seen)) for v in plain], dtype=torch.long, device=self.device)
         return codes[self.row] if self.has_rows else codes, list(seen)
+
+    def owners(self, sequence_ids: Any, rollout_ids: Any) -> tuple[Tensor | None, Tensor | None]:
+        """(sequence, rollout) of each token as codes [N]; each stands in for the other where only one is known."""
+        rollout = None if rollout_ids is None else self.codes("rollout_ids", rollout_ids)[0]
+        if sequence_ids is not None:
+            sequence = self.codes("sequence_ids", sequence_ids)[0]
+        else:
+            sequence = self.row if self.has_rows else rollout
+        return sequence, sequence if rollout is None else rollout
 
     def pair(self, name: str, train: PerToken | None, rollout: PerToken | None) -> tuple[Tensor, Tensor] | None:
         if (train is None) != (rollout is None):
@@ -340,10 +338,22 @@ def _share(name: str, hits: Tensor) -> dict[str, float]:
     return {name: float(hits.double().mean())} if hits.numel() else {}
 
 
-def _equal_expert_sets(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """([M, L] equal as sets, [M, L] known on both sides) from ids [M, L, K]."""
+def _argmax_agreement(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> dict[str, float]:
+    if pair is None:
+        return {}
+    a, b = pair[0][used], pair[1][used]
+    return _share("argmax_agree", (a == b)[(a >= 0) & (b >= 0)])
+
+
+def _route_agreement(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> tuple[dict[str, float], Tensor | None]:
+    """The share of (token, layer) with equal expert *sets*, and per token [M] 1: some layer differs, 0: none, −1:
+    unknown; from ids [N, L, K]."""
+    if pair is None:
+        return {}, None
+    a, b = pair[0][used], pair[1][used]
     known = ((a >= 0) & (b >= 0)).all(-1)
-    return (torch.sort(a, -1).values == torch.sort(b, -1).values).all(-1), known
+    equal = (torch.sort(a, -1).values == torch.sort(b, -1).values).all(-1)
+    return _share("route_agree", equal[known]), torch.where(known.any(1), (known & ~equal).any(1).long(), -1)
 
 
 def _buckets(
