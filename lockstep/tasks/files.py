@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ def read_problems(path: Path, config: FileTask) -> list[Problem]:
         raise TaskError("\n".join(faults[:_MAX_SHOWN]) + more)
     if not problems:
         raise TaskError(f"{path} holds no rows")
+    if config.task_key is not None and all(config.task_key not in problem.row for problem in problems):
+        raise TaskError(f"{path}: {_missing_columns(problems[0].row, config.task_key)}")
     return problems
 
 
@@ -114,7 +116,7 @@ def _parquet_rows(path: Path, config: FileTask) -> Iterator[tuple[str, dict[str,
 
     try:
         parquet = pyarrow.parquet.ParquetFile(path)
-        missing = _missing_columns(parquet.schema_arrow.names, config)
+        missing = _missing_columns(parquet.schema_arrow.names, config.prompt_key, config.answer_key, config.task_key)
         if missing:
             raise TaskError(f"{path}: {missing}")
         number = 0
@@ -126,14 +128,13 @@ def _parquet_rows(path: Path, config: FileTask) -> Iterator[tuple[str, dict[str,
         raise TaskError(f"{path} can't be read as parquet: {error}") from error
 
 
-def _missing_columns(present: list[str], config: FileTask) -> str | None:
-    needed = [key for key in (config.prompt_key, config.answer_key, config.task_key) if key is not None]
-    missing = [key for key in needed if key not in present]
+def _missing_columns(present: Iterable[str], *needed: str | None) -> str | None:
+    missing = [key for key in needed if key is not None and key not in present]
     return f"column(s) {missing} missing; present: {sorted(present)}" if missing else None
 
 
 def _problem(problem_id: str, row: dict[str, Any], config: FileTask) -> Problem:
-    if missing := _missing_columns(list(row), config):
+    if missing := _missing_columns(row, config.prompt_key, config.answer_key):
         raise _BadRow(missing)
     answer = None
     if config.answer_key is not None:
@@ -142,7 +143,7 @@ def _problem(problem_id: str, row: dict[str, Any], config: FileTask) -> Problem:
             raise _BadRow(f"{config.answer_key!r} must be a text or a number, not {_brief(answer)}")
         answer = str(answer)
     if config.task_key is not None:
-        _check_task(row[config.task_key], config)
+        _check_task(row.get(config.task_key), config)
     return Problem(problem_id, _prompt(row[config.prompt_key], config.prompt_key), answer, row)
 
 

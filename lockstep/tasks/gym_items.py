@@ -61,9 +61,10 @@ def create(name: str, options: dict[str, Any]) -> ProceduralDataset:
         near = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"nearest: {', '.join(near)}" if near else "its README lists all names"
         raise ValueError(f"reasoning-gym {reasoning_gym.__version__} has no dataset {name!r}; {hint}")
-    if name == "composite":
-        options = {**options, "datasets": [DatasetSpec(**spec) for spec in options.get("datasets", [])]}
     try:
+        if name == "composite":
+            specs = [DatasetSpec(**{"weight": 1.0, "config": {}, **spec}) for spec in options.get("datasets", [])]
+            return reasoning_gym.create_dataset(name, **{**options, "datasets": specs})
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym dataset {name!r} refuses its options {options}: {error}") from error
