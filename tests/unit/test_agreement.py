@@ -266,18 +266,20 @@ def test_given_positions_override_the_rank_in_the_row():
 
 def test_temperature_on_one_side_only_is_visible_from_the_first_token():
     """Raw log-probs on one side, temperature 0.6 on the other, no training step taken (B1)."""
-    logits = torch.tensor(np.random.default_rng(6).standard_normal((200, 50)) * 2)
-    ids = torch.distributions.Categorical(logits=logits / 0.6).sample()
+    rng = np.random.default_rng(6)
+    logits = torch.tensor(rng.standard_normal((400, 50)) * 2)
+    noise = torch.tensor(rng.gumbel(size=(400, 50)))
+    ids = torch.argmax(logits / 0.6 + noise, 1)  # sampled at temperature 0.6
 
     def pick(scaled):
         return torch.log_softmax(scaled, -1).gather(1, ids[:, None]).squeeze(1)
 
-    mask = torch.ones(200, dtype=torch.bool)
+    mask = torch.ones(400, dtype=torch.bool)
     same = measure(pick(logits / 0.6), pick(logits / 0.6), mask)
     mixed = measure(pick(logits / 0.6), pick(logits), mask)
     assert same.metrics["abs_diff/max"] == 0.0
     assert mixed.metrics["abs_diff/mean"] > 0.2
-    assert mixed.metrics["signed/mean"] > 0.2  # the sharper side is more sure of what it sampled
+    assert mixed.metrics["signed/mean"] > 0.1  # the sharper side is more sure of what it sampled
 
 
 def test_a_shift_by_one_place_is_visible():
