@@ -553,7 +553,8 @@ def test_prune_counts_only_good_ones_and_never_the_last_good_one(folder: RunFold
         save(folder, step)
     for step in (2, 4):
         damage_truncate(folder.checkpoints.path(step))
-    assert folder.prune_checkpoints(1) == [1, 2]
+    assert folder.prune_checkpoints(2) == [2]
+    assert folder.prune_checkpoints(1) == [1]
     assert folder.checkpoints.steps() == [3, 4]  # 3 is the last good one; 4, newer and damaged, is evidence
     damage_truncate(folder.checkpoints.path(3))
     assert folder.prune_checkpoints(1) == []
