@@ -52,9 +52,9 @@ const Charts = (() => {
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
     const x = event.clientX + 16 + box.width > innerWidth ? event.clientX - 14 - box.width : event.clientX + 16;
-    const y = Math.min(Math.max(8, event.clientY - box.height / 2), innerHeight - box.height - 8);
+    const y = event.clientY + 18 + box.height > innerHeight ? event.clientY - 14 - box.height : event.clientY + 18;
     tip.style.left = `${Math.max(8, x)}px`;
-    tip.style.top = `${y}px`;
+    tip.style.top = `${Math.max(8, y)}px`;
   }
   const hideTip = () => { tip.hidden = true; };
   function tipLine(label, value) {

@@ -154,7 +154,7 @@
     const line = el("div", "scale");
     const mean = diffs.reduce((sum, value) => sum + value, 0) / Math.max(1, diffs.length);
     line.append("|log π_train − log π_rollout| per token: 0", el("i"), `${format(scale)} (largest shown in this step)`,
-      el("span", "", `· here mean ${format(mean)}, max ${format(maxDiff(sample))} over ${diffs.length} tokens${broken ? `, ${broken} not finite` : ""}`));
+      el("span", "", `here: mean ${format(mean)}, max ${format(maxDiff(sample))} over ${diffs.length} tokens${broken ? `, ${broken} not finite` : ""}`));
     return [line];
   }
 
@@ -165,7 +165,7 @@
     node.dataset.diff = diff === null ? "" : String(diff);
     if (!sample.mask[i]) node.classList.add("outside");
     if (isBroken(diff)) node.classList.add("lost");
-    if (isFiniteNumber(diff) && scale > 0) node.style.background = `rgba(var(--shade), ${(0.75 * Math.sqrt(Math.abs(diff) / scale)).toFixed(3)})`;
+    if (isFiniteNumber(diff) && scale > 0) node.style.background = `rgba(var(--shade), ${(0.75 * Math.abs(diff) / scale).toFixed(3)})`;
     node.addEventListener("pointermove", (event) => {
       const lines = [el("span", "token", JSON.stringify(raw)), tipLine("token id", String(sample.ids[i]))];
       if (sample.mask[i]) {
