@@ -19,6 +19,7 @@ import torch
 from lockstep.config.schema import ModelSource, RunConfig
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.supervised import run_supervised
+from lockstep.hardware.profile import choose, detect
 from lockstep.interfaces import Engine, Objective, Scorer, Task
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
 from lockstep.parity.gate import Gate
@@ -59,9 +60,12 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     ``warm_up`` False leaves the supervised steps out: a resumed run has them in its checkpoint. The task proves first
     that its own gold answers score full marks, since nothing else is worth starting otherwise.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config)
+    chosen = {choice.setting: choice for choice in choose(detect(), config)}
+    for choice in chosen.values():
+        if choice.slow or choice.setting in ("device", "threads"):
+            say(f"{choice.setting}: {choice.value} ({choice.reason})")
+    torch.set_num_threads(int(chosen["threads"].value))
+    device = str(chosen["device"].value)
     task = build_task(config.task)
     try:
         with span("start/task"):
@@ -73,15 +77,6 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
             yield _connect(config, task, tokenizer, model, device, runner, say, warm_up=warm_up)
     finally:
         task.close()
-
-
-def choose_device(config: RunConfig) -> str:
-    """The device of trainer and engine. Raises ValueError if it was asked for and is not there."""
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda was asked for, and torch sees no CUDA device; set device to cpu or auto")
-    return config.device
 
 
 def _connect(

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lockstep.config.errors import ConfigError, Violation
-from lockstep.config.load import ResolvedConfig, dump_resolved, load_run_config
+from lockstep.config.load import ResolvedConfig, dump_resolved, flatten, load_run_config
 from lockstep.config.schema import RunConfig
 from lockstep.driver.assembly import Parts
 from lockstep.driver.progress import FILE as PROGRESS_FILE
@@ -64,7 +64,7 @@ def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
 
 def _refuse_other_run(resolved: ResolvedConfig, run_dir: Path) -> None:
     recorded = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
-    before, now = flat(recorded.model_dump()), flat(resolved.config.model_dump())
+    before, now = flatten(recorded), flatten(resolved.config)
     differing = [
         key
         for key in sorted(before.keys() | now.keys())
@@ -87,17 +87,6 @@ def _refuse_other_run(resolved: ResolvedConfig, run_dir: Path) -> None:
 def no_recipe(name: str) -> RunConfig:
     """Recipe finder for a resolved configuration, which extends none."""
     raise ValueError(f"a resolved configuration extends nothing, this one extends {name!r}")
-
-
-def flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries as one with dotted keys."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def environment() -> dict[str, object]:
