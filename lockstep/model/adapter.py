@@ -38,9 +38,13 @@ class SplitModel:
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache: Any = None,
+        **extra: Any,
     ) -> torch.Tensor:
-        """Final hidden states [B, T, H] of ``input_ids`` [B, T] int64; ``cache`` is updated in place."""
-        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None}
+        """Final hidden states [B, T, H] of ``input_ids`` [B, T] int64; ``cache`` is updated in place.
+
+        ``extra`` keywords go through the body to its attention function.
+        """
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None, **extra}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
         if attention_mask is not None:

@@ -22,13 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One row. ``frozen`` are patterns (fnmatch) of parameter names that get no gradient in any forward."""
+    """One row. ``frozen`` are patterns (fnmatch) of parameter names that get no gradient in any forward.
+
+    ``plain_attention``: attention is softmax(q kᵀ · scale) v through transformers' interface and nothing else (no
+    sinks, no selection of keys), so that another implementation may be put in its place.
+    """
 
     model_type: str
     packs: bool
     right_pads: bool
     note: str
     frozen: tuple[str, ...] = ()
+    plain_attention: bool = False
 
 
 _DENSE = "positions mix in masked attention only"
@@ -37,12 +42,12 @@ _INDEXER = "the indexer picks keys by top-k, which has no gradient"
 _TABLE = {
     row.model_type: row
     for row in (
-        Architecture("llama", True, True, _DENSE),
-        Architecture("mistral", True, True, _DENSE),
-        Architecture("qwen2", True, True, _DENSE),
-        Architecture("qwen3", True, True, _DENSE),
-        Architecture("qwen3_moe", True, True, _DENSE),
-        Architecture("deepseek_v3", True, True, _DENSE),
+        Architecture("llama", True, True, _DENSE, plain_attention=True),
+        Architecture("mistral", True, True, _DENSE, plain_attention=True),
+        Architecture("qwen2", True, True, _DENSE, plain_attention=True),
+        Architecture("qwen3", True, True, _DENSE, plain_attention=True),
+        Architecture("qwen3_moe", True, True, _DENSE, plain_attention=True),
+        Architecture("deepseek_v3", True, True, _DENSE, plain_attention=True),
         Architecture(
             "deepseek_v32", True, True, f"{_DENSE}; the indexer selects within the mask; {_INDEXER}", ("*.indexer.*",)
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ import torch
 
 from lockstep.interfaces import LogProbs
 from lockstep.model.adapter import SplitModel, recorded_routes, routers
-from lockstep.model.architectures import choose_packing
+from lockstep.model.architectures import architecture_of, choose_packing
 from lockstep.records import Sequence
 from lockstep.train.packing import Layout, MicroBatch, WantedTokens, plan
+from lockstep.train.row_attention import RowLayout, row_attention
 from lockstep.train.token_logprobs import TokenLogProbs
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ class PolicyForward:
             self.split, temperature=temperature, vocab_limit=vocab_limit, chunk_tokens=chunk_tokens
         )
         self.layout: Layout = choose_packing(packing, model.config)
+        config = model.config
+        # On a CPU, packed sequences lie one after another and attention is done in rows; elsewhere rows are padded.
+        self.flat = (
+            self.layout in ("packed", "shared_prompt")
+            and next(model.parameters()).device.type == "cpu"
+            and architecture_of(config).plain_attention
+            and config._attn_implementation == "sdpa"
+        )
         self.max_tokens = micro_batch_tokens
         self.device = next(model.parameters()).device
 
@@ -60,34 +69,58 @@ class PolicyForward:
         """Micro-batches of these sequences in the layout and budget of this forward."""
         return plan(sequences, self.layout, self.max_tokens)
 
+    def attention(self) -> AbstractContextManager[None]:
+        """To be held over a forward *and* its backward, which may run layers again (gradient checkpointing)."""
+        return row_attention(self.split.model.config) if self.flat else nullcontext()
+
     def __call__(self, batch: MicroBatch, *, top1: bool = False) -> ForwardOutput:
-        """Run one micro-batch, with a gradient if autograd is on."""
-        to_device: Callable[[np.ndarray], torch.Tensor] = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
-        masked = batch.segments is not None
-        hidden = self.split.hidden(
-            to_device(batch.input_ids),
-            position_ids=to_device(batch.position_ids) if masked else None,
-            attention_mask=self._mask(batch) if masked else None,
-        )
+        """Run one micro-batch inside ``attention()``, with a gradient if autograd is on."""
         used, rows = np.unique(batch.predictors, return_inverse=True)
-        states = hidden.flatten(0, 1)[to_device(used)]
-        row_index = to_device(rows.astype(np.int64))
-        logprobs = self.head(states, row_index, to_device(batch.tokens))
+        states = self._hidden(batch)[self._tensor(self._model_positions(batch, used))]
+        row_index = self._tensor(rows.astype(np.int64))
+        logprobs = self.head(states, row_index, self._tensor(batch.tokens))
         return ForwardOutput(logprobs, self.head.argmax(states, row_index) if top1 else None)
 
-    def _mask(self, batch: MicroBatch) -> torch.Tensor:
-        """[R, 1, n, n]: boolean for SDPA, added to the scores for eager attention."""
+    def num_tokens(self, batch: MicroBatch) -> int:
+        """Positions that the model's linears see: without padding where sequences lie one after another."""
+        return int((batch.segments >= 0).sum()) if self.flat and batch.segments is not None else batch.input_ids.size
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _model_positions(self, batch: MicroBatch, positions: np.ndarray) -> np.ndarray:
+        """Positions in the rows of ``batch`` as positions in the hidden states that the model returns."""
+        if not self.flat or batch.segments is None:
+            return positions
+        return (np.cumsum(batch.segments.ravel() >= 0) - 1)[positions]
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Hidden states [positions, H]."""
+        if batch.segments is None:
+            return self.split.hidden(self._tensor(batch.input_ids)).flatten(0, 1)
+        if not self.flat:
+            ids, positions = self._tensor(batch.input_ids), self._tensor(batch.position_ids)
+            mask = self._allowed(batch)
+            if self.split.model.config._attn_implementation != "sdpa":
+                dtype = self.split.model.dtype
+                mask = torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(
+                    ~mask, torch.finfo(dtype).min
+                )
+            return self.split.hidden(ids, position_ids=positions, attention_mask=mask).flatten(0, 1)
+        places = np.flatnonzero(batch.segments.ravel() >= 0)
+        return self.split.hidden(
+            self._tensor(batch.input_ids.ravel()[places])[None],
+            position_ids=self._tensor(batch.position_ids.ravel()[places])[None],
+            row_layout=RowLayout.of(self._tensor(places), self._allowed(batch)),
+        )[0]
+
+    def _allowed(self, batch: MicroBatch) -> torch.Tensor:
+        """Who may see whom, bool [R, 1, n, n]."""
         assert batch.segments is not None
         assert batch.prefixes is not None
-        segments = torch.from_numpy(batch.segments).to(self.device)
-        prefixes = torch.from_numpy(batch.prefixes).to(self.device)
+        segments, prefixes = self._tensor(batch.segments), self._tensor(batch.prefixes)
         same = segments[:, :, None] == segments[:, None, :]
-        allowed = (same | (prefixes[:, :, None] == segments[:, None, :])).tril()[:, None]
-        if self.split.model.config._attn_implementation == "sdpa":
-            return allowed
-        dtype = self.split.model.dtype
-        lowest = torch.finfo(dtype).min
-        return torch.zeros(allowed.shape, dtype=dtype, device=self.device).masked_fill_(~allowed, lowest)
+        return (same | (prefixes[:, :, None] == segments[:, None, :])).tril()[:, None]
 
     @torch.no_grad()
     def score(
@@ -112,7 +145,7 @@ class PolicyForward:
             recorder: AbstractContextManager[list[list[torch.Tensor]]] = nullcontext([])
             if routes and routers(self.split.model):
                 recorder = recorded_routes(self.split.model)
-            with recorder as records:
+            with recorder as records, self.attention():
                 output = self(batch, top1=top1)
             for index, places, where in by_sequence(batch):
                 scores[index][places] = output.logprobs[where].cpu().numpy()
@@ -123,7 +156,7 @@ class PolicyForward:
                 chosen = torch.stack([torch.cat(record) for record in records], dim=1).to(torch.int16).cpu().numpy()
                 for index, inputs in batch.inputs.items():
                     found = np.full((len(sequences[index].tokens) - 1, *chosen.shape[1:]), -1, dtype=np.int16)
-                    found[: len(inputs)] = chosen[inputs]
+                    found[: len(inputs)] = chosen[self._model_positions(batch, inputs)]
                     experts[index] = found
         return {
             sequence.sequence_id: LogProbs(scores[i], version, experts[i], best[i] if top1 else None)

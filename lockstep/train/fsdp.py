@@ -127,9 +127,10 @@ class FsdpTrainer:
                 for micro in self.forward.plan(
                     [WantedTokens(item.sequence.tokens, item.sequence.loss_mask) for item in items]
                 ):
-                    loss += self._run(micro, items, objective, counts, with_gradient, logprobs, sums)
+                    with self.forward.attention():
+                        loss += self._run(micro, items, objective, counts, with_gradient, logprobs, sums)
                     num_micro_batches += 1
-                    num_forward_tokens += micro.num_tokens
+                    num_forward_tokens += self.forward.num_tokens(micro)
         self._batch_pending = True
         names = sorted(sums)
         loss, *totals = sum_over_ranks([loss, *(sums[name] for name in names)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGS, tiny_model
 
 from lockstep.model.architectures import (
     architecture_of,
@@ -15,6 +14,7 @@ from lockstep.model.architectures import (
 )
 from lockstep.train.forward import PolicyForward, by_sequence
 from lockstep.train.packing import Layout, WantedTokens, plan
+from tests.contract.tiny_models import CONFIGS, tiny_model
 
 ROWS = {row.model_type: row for row in known_architectures()}
 NAMES = sorted(ROWS)
@@ -39,13 +39,15 @@ def sequences(seed: int = 0) -> list[WantedTokens]:
 
 def run(model, layout: Layout, max_tokens: int = 300) -> tuple[dict[tuple[int, int], float], dict[str, torch.Tensor]]:
     """Log-prob by (sequence, position) and the gradient of a weighted sum of them."""
-    forward = PolicyForward(model, temperature=0.7, chunk_tokens=16, packing="single")
+    exact = layout in exact_layouts(model.config.model_type)
+    forward = PolicyForward(model, temperature=0.7, chunk_tokens=16, packing=layout if exact else "single")
     model.zero_grad(set_to_none=True)
     found: dict[tuple[int, int], float] = {}
     for batch in plan(sequences(), layout, max_tokens):
-        logprobs = forward(batch).logprobs
-        weights = torch.from_numpy(np.cos(batch.sequences * 3.0 + batch.positions)).float()
-        (logprobs * weights).sum().backward()
+        with forward.attention():
+            logprobs = forward(batch).logprobs
+            weights = torch.from_numpy(np.cos(batch.sequences * 3.0 + batch.positions)).float()
+            (logprobs * weights).sum().backward()
         for index, positions, where in by_sequence(batch):
             found |= {(index, int(p)): float(v) for p, v in zip(positions, logprobs[where].detach(), strict=True)}
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
