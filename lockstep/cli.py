@@ -7,6 +7,8 @@ stdout. An unexpected error keeps its traceback.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,15 +23,18 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
-REFUSALS = {
-    ("lockstep.config.errors", "ConfigError"),
-    ("lockstep.model.load", "ModelError"),
-    ("lockstep.tasks.errors", "TaskError"),
-    ("lockstep.metrics.run_folder", "RunFolderError"),
-    ("lockstep.metrics.checkpoints", "CheckpointError"),
+TOLD_ERRORS = {
+    ("lockstep.config.errors", "ConfigError"): EXIT_USAGE,
+    ("lockstep.model.load", "ModelError"): EXIT_USAGE,
+    ("lockstep.tasks.errors", "TaskError"): EXIT_USAGE,
+    ("lockstep.metrics.run_folder", "RunFolderError"): EXIT_USAGE,
+    ("lockstep.metrics.checkpoints", "CheckpointError"): EXIT_FAILED,
+    ("lockstep.train.checkpoint", "CheckpointError"): EXIT_FAILED,
+    ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
+    ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
 }
-"""Errors that say what the user gave and how to correct it: their text is shown, without a traceback. By name, since
-importing them takes seconds that ``--help`` has not."""
+"""Errors whose text says what was wrong and what would be right: it is shown without a traceback, with this exit code.
+By name, since importing them takes seconds that ``--help`` has not."""
 
 app = typer.Typer(
     name="lockstep",
@@ -56,13 +61,17 @@ RunDirArgument = Annotated[
 
 def main() -> None:
     """Entry point of the ``lockstep`` command."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' progress bars would tear the step lines apart
     try:
         app()
     except Exception as error:
-        if not {(base.__module__, base.__name__) for base in type(error).__mro__} & REFUSALS:
+        bases = [(base.__module__, base.__name__) for base in type(error).__mro__]
+        codes = [TOLD_ERRORS[base] for base in bases if base in TOLD_ERRORS]
+        if not codes:
             raise
         print(error, file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        sys.exit(codes[0])
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,9 +7,15 @@ target changes. The folder is written in place: writing beside and renaming is t
 
 from __future__ import annotations
 
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,7 +29,8 @@ class CheckpointError(RuntimeError):
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write ``tensors`` as a DCP folder at ``path``, flushed to the disk. Errors of the file system come through."""
     writer = FileSystemWriter(path, sync_files=True, single_file_per_rank=True)
-    save(dict(tensors), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+    with _plain_errors():
+        save(dict(tensors), storage_writer=writer, no_dist=_no_dist())
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -33,12 +40,61 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         shown = "\n  ".join(problems[:20])
         more = f"\n  … and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError(f"checkpoint {path} does not fit this trainer; nothing was loaded:\n  {shown}{more}")
-    load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=not torch.distributed.is_initialized())
+    with _plain_errors():
+        load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=_no_dist())
+
+
+def _no_dist() -> bool:
+    return not torch.distributed.is_initialized()
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """DCP collects what ranks raise in a CheckpointException, which is no Exception and hides a full disk from any
+    handler: raise the first rank's own error instead. Its warning that one process saves alone is left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),  # looks a layout's name up in a table
+    ("torch", "Size"),
+    *(
+        ("torch", name)
+        for name in ("float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    ),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP's ``.metadata`` is a pickle, and a checkpoint may come from anywhere: only the classes that DCP writes for
+    plain tensors are built, everything else is refused before it runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_CLASSES:
+            raise CheckpointError(f"its .metadata names {module}.{name}, which no checkpoint of Lockstep contains")
+        return super().find_class(module, name)
 
 
 def _differences(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     if not (path / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no .metadata file")
+    with (path / ".metadata").open("rb") as file:
+        try:
+            _MetadataUnpickler(file).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     problems = [f"missing in the checkpoint: {key}" for key in sorted(tensors.keys() - stored.keys())]
     problems += [f"unknown to this trainer: {key}" for key in sorted(stored.keys() - tensors.keys())]

@@ -133,18 +133,19 @@ def test_train_passes_the_configuration_on_and_exits_as_the_loop_says(
     assert calls["train"][1:] == (None, True)
 
 
-@pytest.mark.parametrize(("module", "name"), sorted(cli.REFUSALS))
-def test_what_the_user_can_correct_exits_2_with_its_text_alone(
-    module: str,
-    name: str,
+@pytest.mark.parametrize(("error", "code"), sorted(cli.TOLD_ERRORS.items()))
+def test_an_error_that_says_what_to_do_shows_its_text_alone(
+    error: tuple[str, str],
+    code: int,
     recipe_file: str,
     calls: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    module, name = error
     refusal = getattr(importlib.import_module(module), name)
     calls["error"] = refusal("row 3 has no answer", []) if name == "ConfigError" else refusal("row 3 has no answer")
-    assert run(monkeypatch, "train", recipe_file) == 2
+    assert run(monkeypatch, "train", recipe_file) == code
     captured = capsys.readouterr()
     assert "row 3 has no answer" in captured.err
     assert "Traceback" not in captured.err
