@@ -298,7 +298,8 @@ class Scheduler:
             return
         gone = set(map(id, entries))
         self.running = [entry for entry in self.running if id(entry) not in gone]
-        self._state.release([entry.slot for entry in entries])
+        with torch.inference_mode():  # the caches were made in it, and this may be called from outside a step
+            self._state.release([entry.slot for entry in entries])
         for entry in entries:
             self._free.append(entry.slot)
             entry.slot = -1

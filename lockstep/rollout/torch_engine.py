@@ -47,7 +47,7 @@ class EngineUnfit(RuntimeError):
 class TorchEngine:
     """``interfaces.Engine`` over a module that the engine owns.
 
-    ``decode`` (token ids to text) is needed for stop strings only. ``vocab_limit`` cuts logits beyond the tokenizer's
+    ``decoder`` is what computes: ``FastDecoder`` or ``ModuleDecoder``. ``decode`` (token ids to text) is needed for stop strings only. ``vocab_limit`` cuts logits beyond the tokenizer's
     vocabulary; the trainer must cut the same. ``stop_token_ids`` are added to every request's own.
     """
 
@@ -67,15 +67,15 @@ class TorchEngine:
         self._stop_token_ids = stop_token_ids
         self._vocabulary = vocab_limit or self._text_config.vocab_size
         self._context: int | None = getattr(self._text_config, "max_position_embeddings", None)
-        self._decoder: Decoder = make_decoder(model, config, vocab_limit)
+        self.decoder: Decoder = make_decoder(model, config, vocab_limit)
         self._scheduler = Scheduler(
-            self._decoder,
+            self.decoder,
             num_slots=config.num_slots,
             prefill_tokens=config.prefill_tokens,
             decode_text=decode,
             version=version,
         )
-        self._receiver = TorchReceiver(model, self._decoder, self)
+        self._receiver = TorchReceiver(model, self.decoder, self)
         self._requests: dict[str, Running] = {}
         self._pauses: set[Literal["caller", "refit"]] = set()
         self._unfit: str | None = None
@@ -130,7 +130,7 @@ class TorchEngine:
             if not len(sequence.tokens):
                 raise ValueError(f"sequence {sequence.sequence_id} has no tokens to score")
         return score_sequences(
-            self._decoder,
+            self.decoder,
             sequences,
             path=path,
             temperature=self.config.temperature,
