@@ -91,16 +91,18 @@ class ArithmeticTask(Section):
     """Generated addition, subtraction or multiplication; every pair of operands is either for training or held out."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
-    min_operand: int = Field(default=1, ge=0)
-    max_operand: int = Field(default=20, ge=0)
+    operations: tuple[Literal["+", "-", "*"], ...] = Field(default=("+",), description="What is asked.")
+    min_operand: int = Field(default=1, ge=0, description="Smallest operand.")
+    max_operand: int = Field(default=20, ge=0, description="Largest operand.")
     num_heldout: int = Field(default=64, ge=1, description="Problems held out, drawn by seed.")
-    template: str = Field(default="What is {a} {op} {b}? Answer with just the number.")
+    template: str = Field(default="What is {a} {op} {b}? Answer with just the number.", description="Fields a, b, op.")
     stop_bonus: float = Field(
         default=0.2, ge=0, description="Added when the answer is right and the model stopped by itself."
     )
-    seed: int = Field(default=0, ge=0)
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="arithmetic"),)
+    seed: int = Field(default=0, ge=0, description="Order of the problems, and which are held out.")
+    rewards: tuple[RewardConfig, ...] = Field(
+        default=(RewardConfig(name="arithmetic"),), description="Summed by weight."
+    )
 
 
 class ReasoningGymTask(Section):
@@ -109,10 +111,12 @@ class ReasoningGymTask(Section):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(description="reasoning-gym dataset name.")
     options: dict[str, Any] = Field(default_factory=dict, description="The dataset's own options.")
-    num_train: int = Field(default=1000, ge=1)
-    num_heldout: int = Field(default=64, ge=1)
-    seed: int = Field(default=0, ge=0)
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="reasoning_gym"),)
+    num_train: int = Field(default=1000, ge=1, description="Problems to train on.")
+    num_heldout: int = Field(default=64, ge=1, description="Problems held out.")
+    seed: int = Field(default=0, ge=0, description="Seed of the generated problems and of their order.")
+    rewards: tuple[RewardConfig, ...] = Field(
+        default=(RewardConfig(name="reasoning_gym"),), description="Summed by weight."
+    )
 
 
 class FileTask(Section):
@@ -123,7 +127,7 @@ class FileTask(Section):
     heldout_path: str | None = Field(
         default=None, description="Held-out problems; None holds out num_heldout rows of path."
     )
-    num_heldout: int = Field(default=64, ge=1)
+    num_heldout: int = Field(default=64, ge=1, description="Rows held out, drawn by seed.")
     prompt_key: str = Field(default="prompt", description="Column with a string or a list of chat messages.")
     answer_key: str | None = Field(
         default="answer", description="Column with the reference answer; None: there is none."
@@ -132,7 +136,9 @@ class FileTask(Section):
         default=None, description="Column that names the row's reward; overrides rewards for the row."
     )
     seed: int = Field(default=0, ge=0, description="Order of the rows, and which are held out.")
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="math_verify"),)
+    rewards: tuple[RewardConfig, ...] = Field(
+        default=(RewardConfig(name="math_verify"),), description="Summed by weight."
+    )
 
 
 TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discriminator="kind")]
@@ -151,9 +157,9 @@ class RolloutConfig(Section):
         default=1.0, gt=0, description="Sampling temperature; log-probs on both sides are of it."
     )
     top_k: int = Field(default=0, ge=0, description="0: off. Truncated sampling is refused for training.")
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    stop_strings: tuple[str, ...] = ()
+    top_p: float = Field(default=1.0, gt=0, le=1, description="1: off. Refused below, as top_k.")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="0: off. Refused above, as top_k.")
+    stop_strings: tuple[str, ...] = Field(default=(), description="Texts that end a completion.")
     dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the engine.")
     fast_path: Literal["auto", "off"] = Field(
         default="auto",
@@ -169,26 +175,35 @@ class RolloutConfig(Section):
 class KlConfig(Section):
     """KL to the reference model: in the loss or in the reward, never both."""
 
-    place: Literal["off", "loss", "reward"] = "off"
-    estimator: Literal["k1", "k2", "k3", "kl_unbiased"] = "k3"
-    coefficient: float = Field(default=0.0, ge=0)
+    place: Literal["off", "loss", "reward"] = Field(default="off", description="Where the KL term goes.")
+    estimator: Literal["k1", "k2", "k3", "kl_unbiased"] = Field(
+        default="k3", description="In the loss: not k1; in the reward: k1."
+    )
+    coefficient: float = Field(default=0.0, ge=0, description="Factor of the KL term.")
 
 
 class CorrectionConfig(Section):
     """Corrections of mismatched or stale samples: at most one weight, any rejections."""
 
-    weight: Literal["off", "tis", "tis_seq"] = "off"
-    weight_low: float = Field(default=0.0, ge=0)
-    weight_high: float = Field(default=2.0, gt=0)
-    reject: tuple[Literal["icepop", "mis", "geometric", "veto"], ...] = ()
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
-    mis_low: float = 0.5
-    mis_high: float = 2.0
-    geometric_low: float = 0.99
-    geometric_high: float = 1.01
-    veto: float = 1e-4
-    denominator: Literal["kept", "fixed"] = "kept"
+    weight: Literal["off", "tis", "tis_seq"] = Field(default="off", description="tis: by token; tis_seq: by sequence.")
+    weight_low: float = Field(default=0.0, ge=0, description="Weights are clipped to [low, high].")
+    weight_high: float = Field(default=2.0, gt=0, description="See weight_low.")
+    reject: tuple[Literal["icepop", "mis", "geometric", "veto"], ...] = Field(
+        default=(), description="icepop and veto look at tokens, mis and geometric at sequences."
+    )
+    icepop_low: float = Field(default=0.5, description="Token ratios outside [low, high] are dropped.")
+    icepop_high: float = Field(default=5.0, description="See icepop_low.")
+    mis_low: float = Field(
+        default=0.5, description="Sequences with a product of ratios outside [low, high] are dropped."
+    )
+    mis_high: float = Field(default=2.0, description="See mis_low.")
+    geometric_low: float = Field(default=0.99, description="The same for the geometric mean of the ratios.")
+    geometric_high: float = Field(default=1.01, description="See geometric_low.")
+    veto: float = Field(default=1e-4, description="A token with a smaller ratio drops its sequence.")
+    denominator: Literal["kept", "fixed"] = Field(
+        default="kept",
+        description="Whether the loss is divided by what is left, or by what was there before rejections.",
+    )
     bypass: bool = Field(
         default=False, description="Use the engine's log-probs as the ratio's anchor; excludes weights."
     )
@@ -197,7 +212,7 @@ class CorrectionConfig(Section):
 class DynamicSamplingConfig(Section):
     """DAPO dynamic sampling: drop groups whose raw rewards are all equal and refill in prompt order."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="Drop and refill.")
     max_refill_rounds: int = Field(default=4, ge=1, description="After that the step goes on with the groups it has.")
 
 
@@ -205,7 +220,7 @@ class OverlongConfig(Section):
     """DAPO soft overlong punishment: s += factor · min(0, (max_tokens − buffer_tokens − len) / buffer_tokens)."""
 
     factor: float = Field(default=0.0, ge=0, description="0: off.")
-    buffer_tokens: int = Field(default=0, ge=0)
+    buffer_tokens: int = Field(default=0, ge=0, description="Length of the buffer before max_new_tokens.")
 
 
 class AlgorithmConfig(Section):
@@ -218,21 +233,25 @@ class AlgorithmConfig(Section):
         ge=1,
         description="Splits a rollout batch into this many optimizer steps; above 1 costs an extra pass.",
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill"] = Field(
+        default="grpo", description="How rewards become advantages; distill uses the teacher's log-probs instead."
+    )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of reinforce_pp's return-to-go.")
-    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
+    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = Field(default="ppo_clip", description="Policy loss.")
+    clip_low: float = Field(default=0.2, ge=0, description="The ratio is clipped at 1 − clip_low.")
+    clip_high: float = Field(default=0.2, ge=0, description="The ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(
         default=None, gt=1, description="c of dual clip for negative advantages; None: off."
     )
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = Field(
+        default="token_mean", description="How token losses become one number; counted over the whole optimizer batch."
+    )
     length_norm: int | None = Field(default=None, ge=1, description="L_norm of token_sum_norm.")
     truncated: Literal["keep", "mask", "penalise"] = Field(
         default="keep",
         description="Samples cut by max_new_tokens: keep, mask their loss, or subtract truncated_penalty.",
     )
-    truncated_penalty: float = Field(default=0.0, ge=0)
+    truncated_penalty: float = Field(default=0.0, ge=0, description="What penalise subtracts from the reward.")
     kl: KlConfig = KlConfig()
     corrections: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -245,29 +264,33 @@ class AlgorithmConfig(Section):
 class SupervisedConfig(Section):
     """Supervised steps on the task's gold completions before the first rollout; 0 steps: none."""
 
-    steps: int = Field(default=0, ge=0)
-    batch_size: int = Field(default=64, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
+    steps: int = Field(default=0, ge=0, description="0: off.")
+    batch_size: int = Field(default=64, ge=1, description="Gold completions a step.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="Constant; the optimizer is not kept.")
 
 
 class TrainerConfig(Section):
     """Optimizer, precision and memory of the trainer."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Decay after decay_start_step."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up.")
     decay_start_step: int = Field(default=0, ge=0, description="Optimizer step at which the decay begins.")
     final_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Learning rate at the last step as a share of the peak."
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam: decay of the first moment.")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam: decay of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="Adam: added to the root of the second moment.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; not applied to norms and biases.")
-    clip_grad_norm: float | None = Field(default=1.0, gt=0)
+    clip_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Largest global gradient norm; None: not clipped."
+    )
     dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the forward and backward.")
     master_dtype: Dtype = Field(default="float32", description="Master weights and Adam moments.")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
     micro_batch_tokens: int = Field(
         default=4096, ge=1, description="Token budget of one micro-batch (padding included)."
     )
@@ -285,9 +308,13 @@ class TrainerConfig(Section):
 class GateConfig(Section):
     """The bound on train–rollout agreement, judged at every step before the optimizer moves."""
 
-    metric: Literal["abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3"] = "abs_diff/mean"
-    bound: float = Field(gt=0)
-    action: Literal["stop", "warn"] = "stop"
+    metric: Literal["abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3"] = Field(
+        default="abs_diff/mean", description="What is held against the bound; docs/agreement.md defines each."
+    )
+    bound: float = Field(gt=0, description="Largest value that passes.")
+    action: Literal["stop", "warn"] = Field(
+        default="stop", description="stop: before the optimizer moves; warn: go on."
+    )
     reason: str = Field(description="Where the bound comes from.")
     unjudged_patience: int = Field(
         default=3, ge=1, description="Steps in a row without an eligible token that stop the run."
@@ -310,7 +337,7 @@ class EvalConfig(Section):
     """Held-out evaluation: greedy, at the start, every so many steps and at the end."""
 
     every: int = Field(default=0, ge=0, description="0: only before and after.")
-    num_problems: int = Field(default=64, ge=1)
+    num_problems: int = Field(default=64, ge=1, description="Held-out problems, one completion each.")
 
 
 class CheckpointConfig(Section):
@@ -325,14 +352,14 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """A whole run. Recipes build one; TOML files and ``--set`` change one."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    description: str = ""
-    seed: int = Field(default=0, ge=0)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
+    description: str = Field(default="", description="One sentence, shown at the start and in lists.")
+    seed: int = Field(default=0, ge=0, description="Seed of the sampling.")
     steps: int = Field(ge=1, description="Rollout batches to train on.")
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; None: one per core that this process may use."
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where torch can use a GPU.")
     model: ModelSource
     reference: ModelSource | None = Field(default=None, description="Reference of the KL; None: the initial policy.")
     teacher: ModelSource | None = Field(default=None, description="Teacher of on-policy distillation.")
