@@ -7,6 +7,7 @@ of the step, so that a resumed run can't be off by one.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import torch
 
 from lockstep.config.schema import TrainerConfig
 from lockstep.model.load import torch_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def learning_rate(step: int, config: TrainerConfig, total_steps: int) -> float:
@@ -63,6 +66,7 @@ class MasterOptimizer:
         master_dtype = torch_dtype(config.master_dtype)
         self.masters = {name: _master(parameter, master_dtype) for name, parameter in parameters.items()}
         self.gradients: dict[str, torch.Tensor] = {}
+        self._reported = False
         groups = [
             {"params": [m for m in self.masters.values() if m.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [m for m in self.masters.values() if m.ndim <= 1], "weight_decay": 0.0},
@@ -123,6 +127,7 @@ class MasterOptimizer:
         norm = 0.0
         if self.gradients:
             norm = self._clip()
+            self._report_untrained()
             for name, gradient in self.gradients.items():
                 self.masters[name].grad = gradient.to(self.masters[name].dtype)
             for group in self.adamw.param_groups:
@@ -133,6 +138,17 @@ class MasterOptimizer:
         self.drop_gradients()
         self.num_steps += 1
         return StepResult(norm, rate)
+
+    def _report_untrained(self) -> None:
+        """Say once, at the first step with gradients, which trainable parameters had none: a silent fault otherwise."""
+        missing = sorted(self.live.keys() - self.gradients.keys())
+        if missing and not self._reported:
+            logger.warning(
+                "%d trainable parameters had no gradient in the first step and are not being trained: %s",
+                len(missing),
+                ", ".join(missing[:5]) + (" …" if len(missing) > 5 else ""),
+            )
+        self._reported = True
 
     def _clip(self) -> float:
         gradients = list(self.gradients.values())

@@ -11,6 +11,7 @@ softmax is then computed once. Everything after the head's own matrix product is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.adapter import SplitModel
 
-_CACHE_ELEMENTS = 1 << 21
-"""Float32 elements of one softmax block: 8 MB, so that its passes over the vocabulary stay in a CPU's cache."""
+_CACHE_ELEMENTS = 1 << 19
+"""Float32 elements of one softmax block: 2 MB, so that its passes over the vocabulary stay in a CPU's cache. Blocks
+and logits live in buffers that are used again: fresh pages would cost a CPU more than the arithmetic."""
 
 
 class TokenLogProbs:
@@ -107,8 +109,22 @@ def _chunks(num_rows: int, rows: torch.Tensor, size: int) -> list[tuple[int, int
     return [(edges[i], edges[i + 1], places[i], places[i + 1]) for i in range(len(edges) - 1)]
 
 
-def _block_rows(vocabulary: int, device: torch.device) -> int:
-    return max(1, _CACHE_ELEMENTS // vocabulary) if device.type == "cpu" else 1 << 30
+def _scratch(vocabulary: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """Float32 block [rows, V] for one softmax: cache-sized on a CPU, a whole chunk elsewhere."""
+    fitting = max(1, _CACHE_ELEMENTS // vocabulary) if device.type == "cpu" else num_rows
+    return torch.empty(min(fitting, num_rows), vocabulary, dtype=torch.float32, device=device)
+
+
+def _blocks(
+    logits: torch.Tensor, scratch: torch.Tensor, inverse_temperature: float
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, last row + 1, their scaled logits in ``scratch``) over all rows of ``logits``."""
+    for first in range(0, logits.shape[0], scratch.shape[0]):
+        last = min(first + scratch.shape[0], logits.shape[0])
+        part = scratch[: last - first].copy_(logits[first:last])
+        if inverse_temperature != 1.0:
+            part.mul_(inverse_temperature)
+        yield first, last, part
 
 
 class _LinearHead(torch.autograd.Function):
@@ -126,24 +142,24 @@ class _LinearHead(torch.autograd.Function):
         chunk_tokens: int,
     ) -> torch.Tensor:
         used = weight[:vocab_limit]
-        block = _block_rows(used.shape[0], hidden.device)
         normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         output = torch.empty(tokens.shape[0], dtype=torch.float32, device=hidden.device)
+        buffer = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), used.shape[0])
+        scratch = _scratch(used.shape[0], buffer.shape[0], hidden.device)
         chunks = _chunks(hidden.shape[0], rows, chunk_tokens)
-        logits = None
         for start, stop, low, high in chunks:
-            logits = F.linear(hidden[start:stop], used)
-            for first in range(start, stop, block):
-                last = min(first + block, stop)
-                scaled = logits[first - start : last - start].float() * inverse_temperature
-                normalisers[first:last] = scaled.logsumexp(-1)
+            logits = torch.mm(hidden[start:stop], used.T, out=buffer[: stop - start])
+            for first, last, part in _blocks(logits, scratch, inverse_temperature):
+                top = part.amax(-1, keepdim=True)
+                total = part.sub_(top).exp_().sum(-1)
+                normalisers[start + first : start + last] = total.log_().add_(top[:, 0])
             local = rows[low:high]
             picked = logits[local - start, tokens[low:high]].float() * inverse_temperature
             output[low:high] = picked - normalisers[local]
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         ctx.save_for_backward(hidden, weight, rows, tokens, normalisers)
-        ctx.kept_logits = logits if needs_gradient else None
-        ctx.chunks, ctx.block = chunks, block
+        ctx.buffer = buffer if needs_gradient else None  # still holds the last chunk's logits
+        ctx.chunks = chunks
         ctx.inverse_temperature, ctx.vocab_limit = inverse_temperature, vocab_limit
         return output
 
@@ -156,13 +172,21 @@ class _LinearHead(torch.autograd.Function):
         row_weights = torch.zeros_like(normalisers).index_add_(0, rows, scaled_gradient)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_gradient: torch.Tensor | None = None
-        for start, stop, low, high in reversed(ctx.chunks):
-            logits = ctx.kept_logits if ctx.kept_logits is not None else F.linear(hidden[start:stop], used)
-            ctx.kept_logits = None
-            places = (rows[low:high] - start, tokens[low:high])
-            logits = _logits_gradient(
-                logits, normalisers[start:stop], row_weights[start:stop], places, scaled_gradient[low:high], ctx
-            )
+        kept, ctx.buffer = ctx.buffer, None
+        buffer = kept if kept is not None else hidden.new_empty(ctx.chunks[0][1], used.shape[0])
+        scratch = _scratch(used.shape[0], buffer.shape[0], hidden.device)
+        for start, stop, _, _ in reversed(ctx.chunks):
+            logits = buffer[: stop - start]
+            if kept is None or start != ctx.chunks[-1][0]:
+                torch.mm(hidden[start:stop], used.T, out=logits)
+            for first, last, part in _blocks(logits, scratch, ctx.inverse_temperature):
+                here = slice(start + first, start + last)
+                part.sub_(normalisers[here, None]).exp_().mul_(-row_weights[here, None])
+                edges = torch.tensor([here.start, here.stop], device=rows.device)
+                left, right = torch.searchsorted(rows, edges).tolist()
+                places = (rows[left:right] - here.start, tokens[left:right])
+                part.index_put_(places, scaled_gradient[left:right], accumulate=True)
+                logits[first:last] = part
             if hidden_gradient is not None:
                 torch.mm(logits, used, out=hidden_gradient[start:stop])
             if ctx.needs_input_grad[1]:
@@ -178,24 +202,3 @@ class _LinearHead(torch.autograd.Function):
             )
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None, None
-
-
-def _logits_gradient(
-    logits: torch.Tensor,
-    normalisers: torch.Tensor,
-    row_weights: torch.Tensor,
-    places: tuple[torch.Tensor, torch.Tensor],
-    token_gradient: torch.Tensor,
-    ctx: Any,
-) -> torch.Tensor:
-    """The gradient of the logits [n, V], written into the storage of ``logits`` block by block."""
-    num_rows = logits.shape[0]
-    rows, tokens = places
-    for first in range(0, num_rows, ctx.block):
-        last = min(first + ctx.block, num_rows)
-        part = logits[first:last].float() * ctx.inverse_temperature
-        part.sub_(normalisers[first:last, None]).exp_().mul_(row_weights[first:last, None]).neg_()
-        low, high = torch.searchsorted(rows, torch.tensor([first, last], device=rows.device)).tolist()
-        part.index_put_((rows[low:high] - first, tokens[low:high]), token_gradient[low:high], accumulate=True)
-        logits[first:last] = part
-    return logits

@@ -11,9 +11,10 @@ import torch
 from lockstep.config.schema import AlgorithmConfig, TrainerConfig
 from lockstep.interfaces import LossOutput, LossTokens
 from lockstep.records import NOT_SAMPLED, Batch, Sequence, TrainSequence
-from lockstep.train import fsdp
+from lockstep.train import fsdp, row_attention
 from lockstep.train.fsdp import FsdpTrainer
 from lockstep.train.objective import PolicyObjective
+from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.reference import ReferenceScorer
 from tests.contract.tiny_models import tiny_model
 
@@ -127,6 +128,16 @@ def test_micro_batches_packing_and_chunks_change_rounding_only(algorithm: str) -
         assert output.loss == pytest.approx(reference[0].loss, rel=1e-4, abs=1e-6)
         assert output.metrics == pytest.approx(reference[0].metrics, rel=1e-4)
         assert_close(gradient, reference[1])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_long_rows_go_to_torch_attention_with_the_same_result(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = trainer(model_type), trainer(model_type)
+    first = short.forward_backward(batch(), Reinforce())
+    monkeypatch.setattr(row_attention, "_DENSE_WIDTH", 1)
+    second = long.forward_backward(batch(), Reinforce())
+    assert first.loss == pytest.approx(second.loss, rel=1e-5)
+    assert_close(gradients(short), gradients(long))
 
 
 def test_sharing_prompts_feeds_fewer_tokens() -> None:
@@ -255,6 +266,18 @@ def test_tied_embeddings_stay_tied_and_get_both_gradients() -> None:
     assert bool((subject.optimizer.gradients["model.embed_tokens.weight"].abs().sum(1) > 0).all())
     subject.optim_step()
     assert subject.model.lm_head.weight is subject.model.get_input_embeddings().weight
+
+
+def test_parameters_that_never_get_a_gradient_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    subject = trainer()
+    subject.model.register_parameter("unused", torch.nn.Parameter(torch.zeros(2)))
+    subject.optimizer = MasterOptimizer(dict(subject.model.named_parameters()), subject.config, 10)
+    for seed in range(2):
+        subject.forward_backward(batch(seed), Reinforce())
+        subject.optim_step()
+    assert [record.getMessage() for record in caplog.records].count(
+        "1 trainable parameters had no gradient in the first step and are not being trained: unused"
+    ) == 1
 
 
 def test_calls_out_of_order_are_refused() -> None:
