@@ -26,12 +26,14 @@ from lockstep.driver.rows import (
     Row,
     duplicate_share,
     now_iso,
+    over_optimizer_steps,
     peak_rss_bytes,
     refit_metrics,
     rollout_metrics,
     time_metrics,
 )
 from lockstep.driver.scoring import score_models, self_agreement, split_for_optimizer
+from lockstep.hardware.cpu import return_freed_memory
 from lockstep.metrics.report import write_report
 from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
@@ -70,6 +72,7 @@ def run_sync(
                 progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state())
                 if (config.eval.every and step % config.eval.every == 0) or step == config.steps:
                     row |= evaluate(parts, step)
+        return_freed_memory()
         totals = recorder.take_totals()
         row |= time_metrics(totals, sampled.num_sampled_tokens, trained.num_forward_tokens)
         folder.append_metrics(row | {"memory/peak_rss_bytes": peak_rss_bytes()})
@@ -116,26 +119,29 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
         live=scores.live,
     )
     live = {key: scored.logprobs for key, scored in (scores.live or {}).items()}
-    trained = Trained(prepared.items, live, dict(prepared.metrics))
+    split = split_for_optimizer(prepared.items, config.optimizer_steps_per_batch)
+    steps = [apply_corrections(items, scores.live, config.corrections) for items in split]
+    trained = Trained(tuple(item for corrected in steps for item in corrected.items), live, dict(prepared.metrics))
     if step == 1:
         trained.metrics.update(self_agreement(parts, rollouts))
-    for items in split_for_optimizer(prepared.items, config.optimizer_steps_per_batch):
-        corrected = apply_corrections(items, scores.live, config.corrections)
+    by_step: list[dict[str, float]] = []
+    for corrected in steps:
         batch = Batch(corrected.items, corrected.denominator_tokens, corrected.denominator_rollouts)
         with span("train"):
             output = parts.trainer.forward_backward(batch, parts.objective)
-        trained.metrics.update(corrected.metrics | output.metrics | {"loss": output.loss})
+        by_step.append(corrected.metrics | output.metrics | {"loss": output.loss})
         trained.num_forward_tokens += output.num_forward_tokens
         if trained.verdict is None:
             trained.logprobs = trained.logprobs or output.logprobs
             trained.verdict = judge(parts, rollouts, trained, step)
             if trained.stopped:
                 parts.trainer.drop_gradients()
-                return trained
+                break
         stop.hold()
         with span("optim"):
             updated = parts.trainer.optim_step()
-        trained.metrics.update({"grad_norm": updated.grad_norm, "learning_rate": updated.learning_rate})
+        by_step[-1] |= {"grad_norm": updated.grad_norm, "learning_rate": updated.learning_rate}
+    trained.metrics.update(over_optimizer_steps(by_step))
     if trained.verdict is None:  # nothing to train on: every group was dropped
         trained.verdict = judge(parts, rollouts, trained, step)
     trained.metrics["version"] = parts.trainer.version

@@ -73,6 +73,21 @@ def duplicate_share(rollouts: Seq[Rollout]) -> Row:
     return {"rollout/duplicate_share": num_repeated / len(rollouts)} if rollouts else {}
 
 
+def over_optimizer_steps(metrics: Seq[Mapping[str, float]]) -> Row:
+    """Metrics of the optimizer steps that shared a batch as one: counts add up, everything else is the mean over the
+    steps that have it."""
+    values: dict[str, list[float]] = {}
+    for of_step in metrics:
+        for name, value in of_step.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: sum(column)
+        if name.startswith("corrections/") and not name.endswith("_mean")
+        else sum(column) / len(column)
+        for name, column in values.items()
+    }
+
+
 def time_metrics(totals_s: Mapping[str, float], generated_tokens: int, trained_tokens: int) -> Row:
     """Seconds by phase and tokens per second; a phase that did not run is absent."""
     row: Row = {name: totals_s[phase] for name, phase in PHASES.items() if phase in totals_s}

@@ -5,6 +5,7 @@ Affinity masks and cgroup limits (versions 1 and 2) count: in a container the ma
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -123,3 +124,14 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ""
+
+
+def return_freed_memory() -> None:
+    """Give freed heap pages back to the operating system, where the C library can (glibc; elsewhere nothing happens).
+
+    Steps of ever different shapes fragment glibc's heap: the quickstart's resident memory grew from 4.1 to 7.5 GB in 22
+    steps, and stays at 4.1 GB with one call a step.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

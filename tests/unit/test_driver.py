@@ -1,0 +1,113 @@
+"""Small parts of the driver: stop requests, progress, metric rows, splitting a batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.driver.interrupt import StopRequest, stop_on_signals
+from lockstep.driver.progress import Progress
+from lockstep.driver.rows import duplicate_share, over_optimizer_steps, rollout_metrics, step_line, time_metrics
+from lockstep.driver.scoring import split_for_optimizer
+from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
+
+
+def make_rollout(rollout_id: str, tokens: list[int], score: Score, group_id: str = "g") -> Rollout:
+    ids = np.array([1, *tokens], np.int32)
+    mask = np.arange(len(ids)) > 0
+    zeros = np.zeros(len(ids), np.int32)
+    sequence = Sequence(rollout_id, ids, mask, np.zeros(len(ids), np.float32), zeros, zeros)
+    return Rollout(rollout_id, group_id, Problem("p", "q", None), (sequence,), "", score, "finished")
+
+
+def test_first_signal_asks_second_raises_and_hold_defers_it_once() -> None:
+    said: list[str] = []
+    with stop_on_signals(said.append) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert len(said) == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with stop_on_signals(said.append) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.hold()
+        stop.release()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_nothing_is_requested_at_first() -> None:
+    assert not StopRequest(print).requested
+
+
+def test_progress_survives_a_round_trip_and_refuses_another_format(tmp_path: Path) -> None:
+    progress = Progress()
+    progress.advance(step=4, version=8, cursor=32, gate={"num_unjudged_in_row": 1})
+    progress.save(tmp_path)
+    assert Progress.load(tmp_path) == progress
+    (tmp_path / "progress.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format"):
+        Progress.load(tmp_path)
+
+
+def test_means_are_over_rollouts_that_have_the_value_and_absent_otherwise() -> None:
+    rollouts = [
+        make_rollout("a", [3], Score(1.0, correct=True, parts={"exact": 1.0, "user:fn": None})),
+        make_rollout("b", [3, 4], Score(0.0, correct=False, parts={"exact": 0.0})),
+        make_rollout("c", [5], Score(None, error="grader died")),
+    ]
+    row = rollout_metrics(rollouts, "{}/mean")
+    assert row["reward/mean"] == 0.5
+    assert row["accuracy/mean"] == 0.5
+    assert row["part_exact/mean"] == 0.5
+    assert row["unscored/mean"] == 1
+    assert row["length_tokens/mean"] == pytest.approx(4 / 3)
+    assert "format/mean" not in row
+    assert "part_user_fn/mean" not in row
+    assert duplicate_share([]) == {}
+    assert duplicate_share([*rollouts, make_rollout("d", [3], Score(1.0))])["rollout/duplicate_share"] == 0.25
+
+
+def test_counts_add_up_over_optimizer_steps_and_the_rest_is_averaged() -> None:
+    merged = over_optimizer_steps(
+        [
+            {"loss": 1.0, "corrections/rejected_tokens": 2.0, "corrections/ratio_mean": 1.0},
+            {"loss": 3.0, "corrections/rejected_tokens": 5.0, "corrections/ratio_mean": 2.0, "kl": 0.5},
+        ]
+    )
+    assert merged == {"loss": 2.0, "corrections/rejected_tokens": 7.0, "corrections/ratio_mean": 1.5, "kl": 0.5}
+
+
+def test_phases_that_did_not_run_are_absent() -> None:
+    row = time_metrics({"step": 2.0, "train": 1.0}, generated_tokens=10, trained_tokens=30)
+    assert row == {"time/step_s": 2.0, "time/train_s": 1.0, "throughput/trained_tokens_per_s": 30.0}
+
+
+def test_the_step_line_shows_the_verdict_even_when_nothing_was_measured() -> None:
+    line = step_line(
+        {"step": 1, "verdict/status": "unjudged", "agreement/metric": "abs_diff/mean", "agreement/bound": 0.1}, 5
+    )
+    assert "agreement not measured" in line
+    assert "unjudged" in line
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_rollout_is_never_split_over_optimizer_steps(num_steps: int) -> None:
+    items = []
+    for index in range(7):
+        rollout = make_rollout(f"r{index // 2}", [index + 2], Score(1.0))
+        sequence = rollout.sequences[0]
+        items.append(TrainSequence(sequence, rollout.rollout_id, sequence.loss_mask, sequence.logprobs))
+    parts = split_for_optimizer(items, num_steps)
+    assert [item for part in parts for item in part] == items
+    owners = [{item.rollout_id for item in part} for part in parts]
+    assert sum(len(owner) for owner in owners) == 4
+    assert len(parts) == min(num_steps, 4)
+    assert split_for_optimizer([], num_steps) == []

@@ -1,0 +1,166 @@
+"""Sampling of groups: prompt order, refills, seeds, and what happens to samples that did not finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+
+from lockstep.config.schema import AlgorithmConfig, DynamicSamplingConfig, PromptConfig, RolloutConfig
+from lockstep.driver.groups import GroupError, GroupSampler, sequence_of, stream_seed
+from lockstep.model.characters import CharacterTokenizer
+from lockstep.records import Completion, FinishReason, GenerateRequest, Problem, Score
+from lockstep.tasks.prompt import PromptRenderer
+
+TOKENIZER = CharacterTokenizer()
+
+
+class FakeEngine:
+    """Answers every request with the text that ``answer`` gives for its id."""
+
+    version = 3
+
+    def __init__(self, answer: Callable[[str], tuple[str, FinishReason]]) -> None:
+        self.answer = answer
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        text, reason = self.answer(request.request_id)
+        tokens = np.asarray(TOKENIZER.encode(text), dtype=np.int32)
+        at = np.full(len(tokens), self.version, dtype=np.int32)
+        return Completion(request.request_id, tokens, np.zeros(len(tokens), np.float32), at, at, reason)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        raise AssertionError("nothing is aborted here")
+
+
+class FakeTask:
+    """Problem i asks "i"; reward is the completion as a number."""
+
+    name = "fake"
+
+    def __init__(self, num_train: int = 1000) -> None:
+        self.num_train = num_train
+        self.scored: list[str] = []
+
+    def num_problems(self, split: str) -> int:
+        return self.num_train if split == "train" else 3
+
+    def problem(self, split: str, index: int) -> Problem:
+        return Problem(f"{split}-{index}", str(index), None)
+
+    def score(self, problems: Seq[Problem], texts: Seq[str], stopped: Seq[bool]) -> list[Score]:
+        self.scored += texts
+        return [Score(reward=float(text), correct=text == "1") for text in texts]
+
+
+def make_sampler(
+    engine: FakeEngine, task: FakeTask, runner: asyncio.Runner, *, max_tokens: int = 10, refills: int | None = None
+) -> GroupSampler:
+    dynamic = DynamicSamplingConfig(enabled=refills is not None, max_refill_rounds=refills or 1)
+    return GroupSampler(
+        engine,  # pyright: ignore[reportArgumentType]
+        task,  # pyright: ignore[reportArgumentType]
+        PromptRenderer(TOKENIZER, PromptConfig(format="raw", max_tokens=max_tokens, overlong="skip")),
+        TOKENIZER.decode,
+        RolloutConfig(max_new_tokens=4),
+        AlgorithmConfig(num_prompts=2, group_size=3, dynamic_sampling=dynamic),
+        seed=5,
+        stop_token_ids=(2,),
+        runner=runner,
+    )
+
+
+@pytest.fixture
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def test_groups_come_in_prompt_order_with_a_seed_for_each_sample(runner: asyncio.Runner) -> None:
+    engine, task = FakeEngine(lambda _: ("1", "stop")), FakeTask()
+    sampled = make_sampler(engine, task, runner).sample(step=7, cursor=10)
+    assert sampled.cursor == 12
+    assert [r.problem.problem_id for r in sampled.rollouts] == ["train-10"] * 3 + ["train-11"] * 3
+    assert len({request.sampling.seed for request in engine.requests}) == 6
+    again = FakeEngine(lambda _: ("1", "stop"))
+    make_sampler(again, FakeTask(), runner).sample(step=7, cursor=10)
+    assert [r.sampling.seed for r in again.requests] == [r.sampling.seed for r in engine.requests]
+    later = FakeEngine(lambda _: ("1", "stop"))
+    make_sampler(later, FakeTask(), runner).sample(step=8, cursor=10)
+    assert not {r.sampling.seed for r in later.requests} & {r.sampling.seed for r in engine.requests}
+
+
+def test_equal_rewards_are_dropped_and_refilled_in_prompt_order(runner: asyncio.Runner) -> None:
+    def answer(request_id: str) -> tuple[str, FinishReason]:
+        cursor, member = (int(part) for part in request_id.split("/")[1:])
+        return (str(member % 2) if cursor in (1, 4) else "1"), "stop"
+
+    sampled = make_sampler(FakeEngine(answer), FakeTask(), runner, refills=5).sample(step=1, cursor=0)
+    assert [r.group_id for r in sampled.rollouts] == ["step-1/1"] * 3 + ["step-1/4"] * 3
+    assert sampled.cursor == 5
+    assert sampled.num_dropped_groups == 3
+    assert sampled.num_sampled_tokens == 15
+
+
+def test_refilling_ends_and_the_step_goes_on_with_what_there_is(runner: asyncio.Runner) -> None:
+    sampled = make_sampler(FakeEngine(lambda _: ("1", "stop")), FakeTask(), runner, refills=2).sample(1, 0)
+    assert sampled.rollouts == ()
+    assert sampled.num_dropped_groups == 6
+
+
+@pytest.mark.parametrize(("reason", "status"), [("aborted", "aborted"), ("failed", "failed")])
+def test_what_did_not_finish_is_not_scored_as_zero(runner: asyncio.Runner, reason: FinishReason, status: str) -> None:
+    task = FakeTask()
+    engine = FakeEngine(lambda request_id: ("1", reason if request_id.endswith("/0") else "stop"))
+    rollouts = make_sampler(engine, task, runner).sample(1, 0).rollouts
+    lost = [r for r in rollouts if r.rollout_id.endswith("/0")]
+    assert [r.status for r in lost] == [status] * 2
+    assert all(r.score.reward is None and r.score.error for r in lost)
+    assert len(task.scored) == 4
+
+
+def test_a_cut_off_sample_is_scored_and_called_truncated(runner: asyncio.Runner) -> None:
+    rollouts = make_sampler(FakeEngine(lambda _: ("1", "length")), FakeTask(), runner).sample(1, 0).rollouts
+    assert {r.status for r in rollouts} == {"truncated"}
+    assert all(r.score.reward == 1.0 for r in rollouts)
+
+
+def test_evaluation_is_greedy_and_ends_with_the_held_out_problems(runner: asyncio.Runner) -> None:
+    engine = FakeEngine(lambda _: ("1", "stop"))
+    rollouts = make_sampler(engine, FakeTask(), runner).evaluate(num_problems=10, step=0)
+    assert [r.problem.problem_id for r in rollouts] == ["heldout-0", "heldout-1", "heldout-2"]
+    assert {request.sampling.temperature for request in engine.requests} == {0.0}
+
+
+def test_only_overlong_prompts_is_an_error_and_not_an_endless_search(runner: asyncio.Runner) -> None:
+    sampler = make_sampler(FakeEngine(lambda _: ("1", "stop")), FakeTask(), runner, max_tokens=1)
+    with pytest.raises(GroupError, match="prompt.max_tokens"):
+        sampler.sample(1, 100)
+
+
+def test_the_training_sequence_is_token_in_token_out() -> None:
+    completion = Completion(
+        "r",
+        np.array([7, 8], np.int32),
+        np.array([-0.5, -1.5], np.float32),
+        np.array([3, 4], np.int32),
+        np.array([3, 3], np.int32),
+        "stop",
+    )
+    sequence = sequence_of(np.array([5, 6], np.int32), completion)
+    assert sequence.tokens.tolist() == [5, 6, 7, 8]
+    assert sequence.loss_mask.tolist() == [False, False, True, True]
+    assert sequence.logprobs.tolist() == [0, 0, -0.5, -1.5]
+    assert sequence.versions.tolist() == [-1, -1, 3, 4]
+    assert sequence.kv_versions.tolist() == [-1, -1, 3, 3]
+
+
+def test_seeds_differ_by_run_and_by_rollout() -> None:
+    seeds = {stream_seed(run, f"step-{step}/{k}") for run in range(3) for step in range(20) for k in range(20)}
+    assert len(seeds) == 1200
+    assert all(0 <= seed < 2**63 for seed in seeds)
