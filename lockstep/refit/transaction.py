@@ -49,14 +49,18 @@ class Receipt:
 def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transport, *, verify: bool) -> Receipt:
     """Give an engine the trainer's weights.
 
-    Raises RefitError with the cause if any phase fails or a checked claim does not hold; the engine then serves
-    nothing. Without ``verify`` the claims are recorded as not checked.
+    Raises RefitError with the cause. If the manifest is refused, the engine is as it was; if a later phase fails or a
+    checked claim does not hold, it serves nothing until a refit commits. Without ``verify`` the claims are recorded as
+    not checked.
     """
     manifest = source.manifest()
     clock = _PhaseClock()
     try:
         with span("refit/begin"), clock("begin"):
             receiver.begin(manifest)
+    except Exception as error:  # nothing has moved: the engine is as it was
+        raise RefitError(f"refit to version {manifest.version} refused: {error}") from error
+    try:
         with span("refit/transfer"), clock("transfer"):
             num_bytes = transport.transfer(source, receiver)
         with span("refit/commit"), clock("commit"):
@@ -94,7 +98,7 @@ def _claims(
     if not verify:
         why = "not due at this refit (refit.verify_every)"
         return (Claim("covered", "not checked", why), wire, Claim("loaded", "not checked", why), behaves)
-    return (claim_covered(manifest, receiver), wire, claim_loaded(source, receiver), behaves)
+    return (claim_covered(manifest, receiver), wire, claim_loaded(manifest, source, receiver), behaves)
 
 
 class _PhaseClock:

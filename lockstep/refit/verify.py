@@ -36,14 +36,16 @@ def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
     return Claim("covered", "held", f"{len(sent)} tensors sent, {len(live)} live")
 
 
-def claim_loaded(source: WeightSource, receiver: WeightReceiver) -> Claim:
-    """Live tensors of the engine equal the trainer's, byte for byte after the conversion to the engine's dtype."""
+def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightReceiver) -> Claim:
+    """Live tensors of the engine, tied copies with a layout of their own included, equal the trainer's byte for byte
+    after the conversion to the engine's dtype."""
     expected = dict(whole_tensors(source))
     num_bytes = num_tensors = 0
     for name, live in receiver.live():
-        if name not in expected:
-            continue
-        wanted = expected[name].detach().to(device=live.device, dtype=live.dtype)
+        sent = name if name in expected else manifest.tied.get(name)
+        if sent is None:
+            return Claim("loaded", "failed", f"{name}: live in the engine, unknown to the trainer")
+        wanted = expected[sent].detach().to(device=live.device, dtype=live.dtype)
         if wanted.shape != live.shape:
             return Claim("loaded", "failed", f"{name}: shape {tuple(live.shape)}, trainer has {tuple(wanted.shape)}")
         if not torch.equal(_bits(wanted), _bits(live)):
@@ -52,7 +54,7 @@ def claim_loaded(source: WeightSource, receiver: WeightReceiver) -> Claim:
         num_tensors += 1
         num_bytes += live.numel() * live.element_size()
     if num_tensors == 0:
-        return Claim("loaded", "failed", "no live tensor of the engine has a name that the trainer knows")
+        return Claim("loaded", "failed", "the engine shows no live tensor")
     return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal")
 
 

@@ -139,7 +139,7 @@ def test_evaluation_is_greedy_and_ends_with_the_held_out_problems(runner: asynci
 
 def test_only_overlong_prompts_is_an_error_and_not_an_endless_search(runner: asyncio.Runner) -> None:
     sampler = make_sampler(FakeEngine(lambda _: ("1", "stop")), FakeTask(), runner, max_tokens=1)
-    with pytest.raises(GroupError, match="prompt.max_tokens"):
+    with pytest.raises(GroupError, match=r"prompt\.max_tokens"):
         sampler.sample(1, 100)
 
 
