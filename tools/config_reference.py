@@ -73,7 +73,8 @@ def _section_lines(section: type[Section], path: str = "") -> Iterator[str]:
         if sections(field.annotation) and path:
             continue
         key = f"{path}.{name}" if path else name
-        yield f"| `{name}` | {_cell(_allowed(field))} | {_cell(_default(field))} | {_cell(_what(key, field, section))} |"
+        cells = (f"`{name}`", _allowed(field), _default(field), _what(key, field, section))
+        yield f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _allowed(field: FieldInfo) -> str:
