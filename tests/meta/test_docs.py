@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-UsageError = typer.BadParameter.__base__  # click's, or that of the copy of click inside newer typer
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click inside newer typer
 ROW_KEYS = {
     "reward": "reward/mean",
     "correct": "accuracy/mean",
