@@ -64,6 +64,7 @@ def run_sync(
             trained = train_on(parts, sampled.rollouts, step, stop)
             row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
             row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
+            row |= parts.sampler.prompt_counts()
             row |= trained.metrics
             with span("record"):
                 folder.write_rollouts(step, sampled.rollouts, trained.logprobs, console.token_texts(parts.decode))
@@ -205,7 +206,8 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
             finally:
                 recorder.write(folder.path / TRACE)
         if verdict is not None:
-            console.say(f"stopped by the gate at step {progress.step + 1}: {verdict.sentence}")
+            step = progress.step + 1
+            console.say(f"stopped by the gate at step {step}; its batch is kept in rollouts/step-{step:06d}.parquet")
             finish(folder, console)
             return EXIT_GATE
         if progress.step < config.steps:

@@ -302,6 +302,8 @@ def _way_out(value: Any, kind: str) -> str:
         return f'quote it: "{value}" (in a shell --set \'key="{value}"\')'
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         lowered = value.lower()
+        if lowered in ("none", "null"):
+            return 'to leave it unset, list the key under unset in a TOML file (unset = ["a.key"]), or --set key=none'
         if kind == "bool_type" and lowered in ("true", "false", "yes", "no", "on", "off", "1", "0"):
             return "write true" if lowered in ("true", "yes", "on", "1") else "write false"
         return "write it as a TOML value, without quotes (0.5, not .5)"

@@ -19,7 +19,8 @@ from lockstep.spans import span
 
 TRAINER = "trainer"
 CHANGEABLE = ("description", "threads", "checkpoint.", "eval.", "refit.verify_every")
-"""Keys (or sections) that a resumed run may change: they do not touch what is learned."""
+"""Keys (or sections) that a resumed run may change: they do not touch what is learned. With a constant learning rate
+``steps`` may rise as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,8 @@ def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
     """
     folder = RunFolder(run_dir)
     try:
-        earlier = folder.config_text()
-        if earlier is not None:
-            _refuse_other_run(resolved, run_dir)
-        folder.write_config(dump_resolved(resolved))
+        if folder.config_text() is None or _changed_keys(resolved, run_dir):
+            folder.write_config(dump_resolved(resolved))
         folder.write_environment(environment())
         latest = folder.latest_checkpoint()
         if latest is None:
@@ -62,14 +61,15 @@ def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
         raise
 
 
-def _refuse_other_run(resolved: ResolvedConfig, run_dir: Path) -> None:
+def _changed_keys(resolved: ResolvedConfig, run_dir: Path) -> list[str]:
+    """Keys in which a resumed run's configuration differs. Raises ConfigError if one of them may not."""
     recorded = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
     before, now = flatten(recorded), flatten(resolved.config)
-    differing = [
-        key
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(CHANGEABLE)
-    ]
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changeable = CHANGEABLE
+    if recorded.trainer.schedule == "constant" and resolved.config.steps > recorded.steps:
+        changeable = (*changeable, "steps")  # more steps at a constant rate: the earlier ones were no different
+    differing = [key for key in changed if not key.startswith(changeable)]
     if differing:
         raise ConfigError(
             f"resuming {run_dir}",
@@ -82,6 +82,7 @@ def _refuse_other_run(resolved: ResolvedConfig, run_dir: Path) -> None:
                 for key in differing
             ],
         )
+    return changed
 
 
 def no_recipe(name: str) -> RunConfig:

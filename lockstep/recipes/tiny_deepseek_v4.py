@@ -1,6 +1,6 @@
 """The DeepSeek-V4 architecture, tiny and random: hash layers, compressors, indexer and hyper-connections all run.
 
-It is there to show that loop, engine and trainer agree on this architecture, not to learn anything.
+It shows that loop, engine and trainer agree on this architecture while its weights change; it is not tuned to learn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lockstep.config.schema import (
     RandomModel,
     RolloutConfig,
     RunConfig,
+    SupervisedConfig,
     TrainerConfig,
 )
 from lockstep.recipes import recipe
@@ -57,13 +58,16 @@ def tiny_deepseek_v4() -> RunConfig:
             },
         ),
         prompt=PromptConfig(format="raw"),
+        # Prompts are long enough for both compressors to have whole windows.
         task=ArithmeticTask(
-            min_operand=10, max_operand=99, num_heldout=8, template="Please add {a} and {b}. The sum of both is: "
+            min_operand=0, max_operand=4, num_heldout=5, template="Please add {a} and {b}. The sum of both is: "
         ),
-        rollout=RolloutConfig(max_new_tokens=16, num_slots=16, dtype="float32"),
-        algorithm=AlgorithmConfig(num_prompts=2, group_size=4),
-        trainer=TrainerConfig(learning_rate=1e-4, dtype="float32"),
+        rollout=RolloutConfig(max_new_tokens=4, num_slots=32, dtype="float32"),
+        algorithm=AlgorithmConfig(num_prompts=4, group_size=8),
+        # Enough for some samples to be right and some wrong: without a difference there is no gradient to agree on.
+        supervised=SupervisedConfig(steps=30, batch_size=32, learning_rate=3e-3),
+        trainer=TrainerConfig(learning_rate=1e-3, dtype="float32"),
         gate=GateConfig(bound=1e-5, reason="float32 on both sides: rounding only"),
-        eval=EvalConfig(num_problems=4),
+        eval=EvalConfig(num_problems=5),
         checkpoint=CheckpointConfig(every=4, keep=1),
     )

@@ -187,7 +187,8 @@ def prepare(
         raise ValueError("distill takes no reward, so kl.place = 'reward' has no effect: use 'loss' or 'off'")
     samples = [_sample(r, config, max_new_tokens, reference, live) for r in rollouts]
     if config.advantage == "distill":
-        advantages, extra = _distill(samples, config, teacher, live), {}
+        advantages = _distill(samples, config, teacher, live)
+        extra = _teacher_kl(samples, advantages)
     elif config.advantage == "reinforce_pp":
         advantages, extra = _per_token(samples, config)
     else:
@@ -336,6 +337,17 @@ def _distill(
             arrays.append(values)
         result.append(arrays)
     return result
+
+
+def _teacher_kl(samples: Seq[_Sample], advantages: Seq[Seq[Float64Array]]) -> dict[str, float]:
+    """Mean over tokens of l_old − l_teacher: the k1 estimate of KL(π‖teacher), which distillation lowers."""
+    values = [
+        -array[mask]
+        for sample, arrays in zip(samples, advantages, strict=True)
+        for mask, array in zip(sample.masks, arrays, strict=True)
+    ]
+    flat = np.concatenate(values) if values else np.zeros(0)
+    return {"teacher_kl/mean": float(flat.mean())} if len(flat) else {}
 
 
 def _item(

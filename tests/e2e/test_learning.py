@@ -1,0 +1,60 @@
+"""Outcomes of whole runs, read from metrics.jsonl: reward rises, agreement is bounded, every refit's claims held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.loop import train
+from lockstep.metrics.sinks import read_jsonl
+from lockstep.recipes import load_recipe
+
+pytestmark = pytest.mark.slow
+
+
+def run(recipe: str, run_dir: Path, *settings: str) -> list[dict[str, Any]]:
+    assert train(load_recipe(recipe, settings), run_dir) == 0
+    return [dict(row) for row in read_jsonl(run_dir / "metrics.jsonl")]
+
+
+def mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def assert_every_step_agreed(rows: list[dict[str, Any]], run_dir: Path) -> None:
+    steps = [row for row in rows if row["step"] > 0]
+    assert {row["verdict/status"] for row in steps} == {"pass"}
+    assert all(0 < row["agreement/abs_diff/mean"] <= row["agreement/bound"] for row in steps)
+    assert all(row["agreement/tokens"] > 0 and row["agreement/stale"] == 0 for row in steps)
+    receipts = read_jsonl(run_dir / "refits.jsonl")
+    assert len(receipts) == len(steps) + 1
+    statuses = {claim["status"] for receipt in receipts for claim in receipt["claims"]}  # pyright: ignore
+    assert statuses == {"held", "not checked"}
+
+
+def test_a_tiny_moe_learns_on_a_cpu_in_a_minute(tmp_path: Path) -> None:
+    rows = run("tiny-qwen3-moe", tmp_path / "run")
+    steps = [row for row in rows if row["step"] > 0]
+    assert mean(steps[-10:], "reward/mean") >= 2 * mean(steps[:10], "reward/mean")
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
+    assert_every_step_agreed(rows, tmp_path / "run")
+    assert max(row["agreement/abs_diff/max"] for row in steps) < 1e-4
+
+
+def test_deepseek_v4_runs_through_the_whole_loop_and_agrees_to_1e_5(tmp_path: Path) -> None:
+    rows = run("tiny-deepseek-v4", tmp_path / "run")
+    steps = [row for row in rows if row["step"] > 0]
+    assert all(row["agreement/abs_diff/max"] <= 1e-5 for row in steps)
+    assert all(row["grad_norm"] > 0 for row in steps), "a gradient must have moved the weights"
+    assert_every_step_agreed(rows, tmp_path / "run")
+
+
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    rows = run("quickstart", tmp_path / "run")
+    assert rows[-1]["eval/accuracy"] >= 0.70
+    assert rows[-1]["eval/accuracy"] - rows[0]["eval/accuracy"] >= 0.25
+    assert_every_step_agreed(rows, tmp_path / "run")
+    assert max(row["memory/peak_rss_bytes"] for row in rows if "memory/peak_rss_bytes" in row) > 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 50_000
