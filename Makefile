@@ -43,6 +43,15 @@ lint: setup-dev  ## ruff, pyright and the import contract
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+bench: setup  ## All benchmarks, one JSON file each in benchmarks/results (over an hour on two cores; keep them quiet)
+	$(PIP) --editable '.[bench]'
+	mkdir -p benchmarks/results
+	for name in machine start logprobs generation end_to_end quickstart_seeds; do \
+		echo "benchmarks.$$name" >&2; \
+		$(BIN)/python -m benchmarks.$$name > benchmarks/results/$$name.json || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.quickstart_seeds --recipe tiny-qwen3-moe > benchmarks/results/tiny-qwen3-moe.json
+
 format: setup-dev  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
