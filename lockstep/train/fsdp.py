@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from lockstep.config.schema import TrainerConfig
+from lockstep.hardware.allocator import keep_freed_pages
 from lockstep.interfaces import LogProbs, LossTokens, Objective
 from lockstep.model.architectures import freeze_untrained
 from lockstep.model.load import torch_dtype
@@ -80,6 +81,8 @@ class FsdpTrainer:
     ) -> None:
         if model.dtype != torch_dtype(config.dtype):
             raise ValueError(f"the model is {model.dtype}, trainer.dtype is {config.dtype}: load it in that dtype")
+        if model.device.type == "cpu":
+            keep_freed_pages()
         self.model = model.eval()
         self.config = config
         self.frozen = freeze_untrained(model, model.config)
