@@ -4,8 +4,8 @@ Prefill runs through the model's own modules (right padding is exact for these a
 arithmetic, in their order of operations and roundings, with less around it:
 
 - q, k and v are one product, gate and up are one product, of packed weights (``packed_linear``);
-- keys and values lie in [layers, rows, positions, 2, kv heads, head size]: one write appends both, attention reads
-  only the positions in use, and grouped queries attend as several queries of one key head, without expanding it;
+- keys and values lie in [layers, rows, kv heads, 2, positions, head size]: one write appends both, attention reads
+  only the positions in use (``decode_attention``);
 - rows are dense: when a sequence leaves, the last row moves into its place.
 
 Norms, embeddings and experts are read from the modules themselves, so only packed weights are derived state.
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lockstep.rollout.decode_attention import decode_attention
 from lockstep.rollout.decoding import DecoderState, Prefilled
 from lockstep.rollout.experts import run_experts
 from lockstep.rollout.module_decoder import ModuleDecoder, run_body
@@ -97,7 +98,7 @@ class FastDecoder(ModuleDecoder):
         self, sequences: Sequence[torch.Tensor], *, keep_cache: bool, want_routes: bool, max_tokens: int
     ) -> list[Prefilled]:
         """See ``Decoder``. Sequences of similar length share a forward, padded on the right: a causal model's real
-        positions never see the padding. A cache is [layers, T, 2, kv heads, head size]."""
+        positions never see the padding. A cache is [layers, kv heads, 2, T, head size]."""
         results: list[Prefilled | None] = [None] * len(sequences)
         for chunk in _padded_batches([len(sequence) for sequence in sequences], max_tokens):
             batch = torch.nn.utils.rnn.pad_sequence([sequences[i] for i in chunk], batch_first=True)
@@ -147,12 +148,10 @@ def _padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _cache_row(cache: Any, row: int, length: int) -> torch.Tensor:
-    """One sequence of a DynamicCache as [layers, T, 2, kv heads, head size]."""
-    layers = [
-        torch.stack([layer.keys[row, :, :length], layer.values[row, :, :length]]).permute(2, 0, 1, 3)
-        for layer in cache.layers
-    ]
-    return torch.stack(layers)
+    """One sequence of a DynamicCache as [layers, kv heads, 2, T, head size]."""
+    return torch.stack(
+        [torch.stack([layer.keys[row, :, :length], layer.values[row, :, :length]], dim=1) for layer in cache.layers]
+    )
 
 
 class SlotState:
@@ -169,17 +168,17 @@ class SlotState:
         self._scaling: float = decoder.model.model.layers[0].self_attn.scaling
         self._slots: list[int] = []
         self._lengths: list[int] = []
-        self._cache = torch.empty(0)  # [layers, rows, positions, 2, kv heads, head size]
+        self._cache = torch.empty(0)  # [layers, rows, kv heads, 2, positions, head size]
         self._cosines = torch.empty(0)  # [positions, 1, head size]
         self._sines = torch.empty(0)  # the same, first half negated: see _rotate
         self._num_positions = 0
 
     def place(self, prefilled: Prefilled, slots: Sequence[int]) -> None:
         """See ``DecoderState``."""
-        length = prefilled.cache.shape[1]
+        length = prefilled.cache.shape[3]
         self._reserve(length + 1)
         for slot in slots:
-            self._cache[:, len(self._slots), :length] = prefilled.cache
+            self._cache[:, len(self._slots), :, :, :length] = prefilled.cache
             self._slots.append(slot)
             self._lengths.append(length)
 
@@ -189,7 +188,7 @@ class SlotState:
             row, last = self._slots.index(slot), len(self._slots) - 1
             if row != last:
                 length = self._lengths[last]
-                self._cache[:, row, :length] = self._cache[:, last, :length]
+                self._cache[:, row, :, :, :length] = self._cache[:, last, :, :, :length]
                 self._slots[row], self._lengths[row] = self._slots[last], length
             self._slots.pop()
             self._lengths.pop()
@@ -212,18 +211,16 @@ class SlotState:
 
     def _forward(self, tokens: torch.Tensor, want_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Append one token to each row: final hidden states [n, H] and, if asked for, expert ids [n, L, K]."""
-        num_rows, used = len(self._lengths), max(self._lengths) + 1
-        self._reserve(used)
+        self._reserve(max(self._lengths) + 1)
         positions = torch.tensor(self._lengths)
         cosines, sines = self._cosines[positions], self._sines[positions]
-        mask = torch.zeros(num_rows, 1, 1, used, dtype=self._dtype)
-        mask.masked_fill_(torch.arange(used) > positions[:, None, None, None], float("-inf"))
-        target = torch.arange(num_rows) * self._num_positions + positions
+        lengths = positions + 1
+        target = self._targets(positions)
         hidden = F.embedding(tokens, self._decoder.model.model.embed_tokens.weight)
         routes: list[torch.Tensor] = []
         for index, layer in enumerate(self._decoder.layers):
             qkv = layer.qkv(rms_norm(layer.input_norm, hidden))
-            attended = self._attend(layer, self._cache[index], qkv, (cosines, sines), target, mask)
+            attended = self._attend(layer, self._cache[index], qkv, (cosines, sines), target, lengths)
             hidden = hidden + layer.output(attended)
             fed, experts = layer.feed_forward(rms_norm(layer.post_norm, hidden))
             hidden = hidden + fed
@@ -233,6 +230,14 @@ class SlotState:
         hidden = rms_norm(self._decoder.model.model.norm, hidden)
         return hidden, torch.stack(routes, dim=1).to(torch.int16) if routes else None
 
+    def _targets(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where a layer's new keys and values go, as rows of the cache seen as [.., head size]: [n · 2 · kv heads], in
+        the order of a row of qkv, all keys before all values."""
+        rows = torch.arange(len(positions))[:, None, None]
+        kinds, heads = torch.arange(2)[:, None], torch.arange(self._num_kv_heads)
+        stream = (rows * self._num_kv_heads + heads) * 2 + kinds
+        return (stream * self._num_positions + positions[:, None, None]).flatten()
+
     def _attend(
         self,
         layer: _Layer,
@@ -240,10 +245,10 @@ class SlotState:
         qkv: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         target: torch.Tensor,
-        mask: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """Append this token's key and value to ``cache`` [rows, positions, 2, kv heads, head size] and attend."""
-        num_rows, used = mask.shape[0], mask.shape[-1]
+        """Append this token's key and value to ``cache`` [rows, kv heads, 2, positions, head size] and attend."""
+        num_rows = len(lengths)
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         queries_keys = qkv[:, : (heads + kv_heads) * size].view(num_rows, heads + kv_heads, size)
         if layer.query_norm is not None:
@@ -251,23 +256,20 @@ class SlotState:
             queries_keys[:, heads:] = rms_norm(layer.key_norm, queries_keys[:, heads:])
         _rotate(queries_keys, *rotary)
         # Rotated keys and the values lie side by side in qkv: one write appends both.
-        flat = cache.view(-1, 2 * kv_heads * size)
-        flat.index_copy_(0, target, qkv[:, heads * size :])
-        keys, values = cache[:num_rows, :used].permute(2, 0, 3, 1, 4).unbind(0)
-        queries = queries_keys[:, :heads].reshape(num_rows, kv_heads, heads // kv_heads, size)
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scaling)
-        return attended.reshape(num_rows, heads * size)
+        cache.view(-1, size)[target] = qkv[:, heads * size :].reshape(-1, size)
+        attended = decode_attention(queries_keys[:, :heads], cache, lengths, self._scaling)
+        return attended.view(num_rows, heads * size)
 
     def _reserve(self, num_positions: int) -> None:
         """Room for ``num_positions`` tokens in every row, in cache and rotary tables."""
         if num_positions <= self._num_positions:
             return
         grown = -(-num_positions // _GROW_POSITIONS) * _GROW_POSITIONS
-        shape = (len(self._decoder.layers), self._num_slots, grown, 2, self._num_kv_heads, self._head_size)
+        shape = (len(self._decoder.layers), self._num_slots, self._num_kv_heads, 2, grown, self._head_size)
         # Zeros, because masked positions are multiplied by zero and an uninitialised NaN would come through.
         cache = torch.zeros(shape, dtype=self._dtype)
         if self._num_positions:
-            cache[:, :, : self._num_positions] = self._cache
+            cache[..., : self._num_positions, :] = self._cache
         self._cache, self._num_positions = cache, grown
         probe = torch.empty(1, dtype=self._dtype)
         cosines, sines = self._decoder.model.model.rotary_emb(probe, torch.arange(grown)[None])
@@ -278,9 +280,8 @@ class SlotState:
 
 def rms_norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
     """The model's RMSNorm, with its roundings: normalised in float32, cast, then scaled."""
-    wide = rows.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * wide.to(rows.dtype)
+    normalised = F.rms_norm(rows.float(), rows.shape[-1:], None, norm.variance_epsilon)
+    return norm.weight * normalised.to(rows.dtype)
 
 
 def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
