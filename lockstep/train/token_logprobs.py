@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.adapter import SplitModel
 
-_CACHE_ELEMENTS = 1 << 19
-"""Float32 elements of one softmax block: 2 MB, so that its passes over the vocabulary stay in a CPU's cache. Blocks
-and logits live in buffers that are used again: fresh pages would cost a CPU more than the arithmetic."""
+_BLOCK_ELEMENTS = 1 << 22
+"""Float32 elements of one softmax block: 16 MB. Smaller blocks don't compute faster, and each of their many operations
+waits for all threads. Blocks and logits live in buffers that are used again: fresh pages would cost a CPU more than the
+arithmetic."""
 
 
 class TokenLogProbs:
@@ -110,8 +111,8 @@ def _chunks(num_rows: int, rows: torch.Tensor, size: int) -> list[tuple[int, int
 
 
 def _scratch(vocabulary: int, num_rows: int, device: torch.device) -> torch.Tensor:
-    """Float32 block [rows, V] for one softmax: cache-sized on a CPU, a whole chunk elsewhere."""
-    fitting = max(1, _CACHE_ELEMENTS // vocabulary) if device.type == "cpu" else num_rows
+    """Float32 block [rows, V] for one softmax: a few megabytes on a CPU, a whole chunk elsewhere."""
+    fitting = max(1, _BLOCK_ELEMENTS // vocabulary) if device.type == "cpu" else num_rows
     return torch.empty(min(fitting, num_rows), vocabulary, dtype=torch.float32, device=device)
 
 

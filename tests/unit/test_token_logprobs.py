@@ -49,12 +49,12 @@ def naive(split: SplitModel, temperature: float, limit: int | None) -> tuple[tor
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
 @pytest.mark.parametrize("limit", [None, 95])
-@pytest.mark.parametrize("block", [99 * 3, 1 << 19])
+@pytest.mark.parametrize("block", [99 * 3, 1 << 22])
 @pytest.mark.parametrize("linear", [True, False])
 def test_values_and_gradients_equal_full_float64_logits(
     chunk: int, limit: int | None, block: int, linear: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_logprobs, "_CACHE_ELEMENTS", block)
+    monkeypatch.setattr(token_logprobs, "_BLOCK_ELEMENTS", block)
     split = split_model()
     head = TokenLogProbs(split, temperature=0.6, vocab_limit=limit, chunk_tokens=chunk)
     assert head.linear
