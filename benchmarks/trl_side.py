@@ -22,9 +22,9 @@ from benchmarks.workload import Workload
 class TrlSettings:
     """What may differ between TRL's ways of doing the same work. The defaults are the fastest found (NOTES.md)."""
 
-    micro_batch: int = 8
+    micro_batch: int = 16
     weights: Literal["bfloat16", "autocast"] = "bfloat16"
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["sdpa", "eager"] = "eager"
     continuous_batching: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of GRPOConfig."""
