@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--slots", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--workloads", nargs="+", choices=["equal", "ragged"], default=["equal", "ragged"])
     parser.add_argument("--equal-length", type=int, default=64)
     parser.add_argument("--no-paged", action="store_true", help="leave out transformers' continuous batching")
     parser.add_argument("--out", type=Path)
@@ -237,6 +238,7 @@ def main() -> None:
     results = [
         measure(model, work, options.repeats, not options.no_paged, rates)
         for work in make_workloads(load_tokenizer(source), options.slots, options.equal_length)
+        if work.name in options.workloads
     ]
     report = {
         "threads": options.threads,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lockstep.config.schema import RolloutConfig
+from lockstep.hardware.allocator import keep_freed_pages
 from lockstep.interfaces import LogProbs
 from lockstep.records import Completion, GenerateRequest, SamplingParams, Sequence
 from lockstep.rollout.decoding import Decoder
@@ -63,6 +64,8 @@ class TorchEngine:
         version: int = 0,
     ) -> None:
         model.eval().requires_grad_(False)
+        if model.device.type == "cpu":
+            keep_freed_pages()  # each step takes and frees logits of some megabytes
         self.config = config
         self._text_config = model.config.get_text_config()
         self._stop_token_ids = stop_token_ids
