@@ -5,47 +5,51 @@ Needs only torch and numpy, so that it can be imported into any trainer. One cal
     agreement = measure(train_logprobs, rollout_logprobs, mask)        # each [N], [B, T], or a list of [T_i]
     agreement.metrics["abs_diff/mean"], agreement.num_nonfinite, agreement.worst
 
+    finish(merge([agreement.partial for …]))                           # of several micro-batches, replicas or steps
+    finish(merge_ranks(agreement.partial))                             # of all ranks of torch.distributed
+
 d_t = l_train − l_roll over *eligible* tokens: mask 1, and sampled and cached at exactly the trainer's version where
 versions are given; other masked tokens are ``stale`` and counted apart. The mask is the one from before any correction
 or rejection. Both sides must be log-probs of the sampling distribution (logits over temperature). Non-finite values are
 counted and never replaced. A metric that is undefined for the input is absent: never 0, never NaN. Sums are float64.
+
+``agreement_partial`` has what merges and the definitions, ``agreement_sketch`` mergeable quantiles,
+``agreement_layout`` the layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray]
-"""Per-token values: flat [N], padded [B, T], or a list of B arrays [T_i]. All arguments of a call share one layout."""
+from lockstep.agreement_layout import Labels, Layout, Owners, PerToken, ranks
+from lockstep.agreement_partial import (
+    CHI2_LIMIT,
+    EXP_LIMIT,
+    NUM_WORST,
+    QUANTILES,
+    Bucket,
+    Cell,
+    Groups,
+    Moments,
+    Partial,
+    TokenPair,
+    bucket_of,
+    buckets_of,
+    merge,
+    metrics_of,
+    worst_first,
+)
+from lockstep.agreement_sketch import bins_of, counts_of
 
-CHI2_LIMIT = 20.0
-EXP_LIMIT = 600.0
-"""Bound of exponents of single metrics: exp(600) is still a finite float64, also when summed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPair:
-    """One token in context: ``row`` and ``column`` in the caller's layout (row 0 when flat), and both log-probs."""
-
-    row: int
-    column: int
-    train: float
-    rollout: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Finite tokens of one bucket: how many, mean and largest \\|d\\|."""
-
-    num_tokens: int
-    abs_diff_mean: float
-    abs_diff_max: float
+__all__ = [
+    "Agreement", "Bucket", "Partial", "PerToken", "TokenPair", "finish", "measure", "merge", "merge_ranks",
+    "self_difference",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,9 @@ class Agreement:
     ``metrics``: by name, over the ``num_tokens`` eligible finite tokens. ``num_nonfinite`` counts masked tokens, stale
     ones included, where either side is NaN or ±Inf. ``num_rejected`` (None: not told) is for the reader; rejected
     tokens are measured all the same. ``worst``: the first non-finite token if there is one, else the one with the
-    largest \\|d\\|. ``buckets``: {"position" | "decile" | "replica" | "version" | "routes": {label: Bucket}}; only
-    "version" includes stale tokens.
+    largest \\|d\\|; ``worst_tokens``: it and up to 15 more in that order. ``buckets``: {"position" | "decile" |
+    "replica" | "version" | "routes": {label: Bucket}}; only "version" includes stale tokens. ``partial``: the same in
+    a form that merges.
     """
 
     metrics: dict[str, float]
@@ -66,6 +71,8 @@ class Agreement:
     num_rejected: int | None
     worst: TokenPair | None
     buckets: dict[str, dict[str, Bucket]]
+    worst_tokens: tuple[TokenPair, ...] = ()
+    partial: Partial = field(default_factory=Partial, repr=False, compare=False)
 
     @property
     def unjudged(self) -> bool:
@@ -86,9 +93,9 @@ def measure(
     rollout_logprobs: PerToken,
     mask: PerToken,
     *,
-    sequence_ids: Seq[Any] | Tensor | np.ndarray | None = None,
-    rollout_ids: Seq[Any] | Tensor | np.ndarray | None = None,
-    replicas: Seq[Any] | Tensor | np.ndarray | None = None,
+    sequence_ids: Labels | None = None,
+    rollout_ids: Labels | None = None,
+    replicas: Labels | None = None,
     versions: PerToken | None = None,
     kv_versions: PerToken | None = None,
     version: int | None = None,
@@ -103,14 +110,15 @@ def measure(
 
     ``sequence_ids``, ``rollout_ids`` and ``replicas`` have one entry per row ([B, T] or list) or per token (flat). A
     row is a sequence; without ``rollout_ids`` a rollout is one; flat input without ids has no metrics by sequence.
-    ``versions`` and ``kv_versions`` are compared with ``version``, the trainer's. ``positions``: place in the response,
-    by default the rank among the row's masked tokens. ``train_top1`` and ``rollout_top1`` hold argmax ids (−1: not
-    known). Routes are [·, L, K] expert ids (−1: not known) of the forward that *produced* the token's log-prob, that
-    is, of the position before it. ``rejected``: masked tokens that a correction dropped, only counted.
+    When partials are merged, equal ids mean the same sequence or rollout. ``versions`` and ``kv_versions`` are compared
+    with ``version``, the trainer's. ``positions``: place in the response, by default the rank among the row's masked
+    tokens. ``train_top1`` and ``rollout_top1`` hold argmax ids (−1: not known). Routes are [·, L, K] expert ids (not
+    known: −1, or the largest value of an unsigned type) of the forward that *produced* the token's log-prob, that is,
+    of the position before it. ``rejected``: masked tokens that a correction dropped, only counted.
 
     Raises ValueError for arguments of different layouts, versions without ``version``, or one half of a pair.
     """
-    layout = _Layout.of(train_logprobs)
+    layout = Layout.of(train_logprobs)
     train = layout.flat("train_logprobs", train_logprobs).double()
     rollout = layout.flat("rollout_logprobs", rollout_logprobs).double()
     masked = layout.flat("mask", mask).bool()
@@ -120,33 +128,60 @@ def measure(
     finite = torch.isfinite(train) & torch.isfinite(rollout)
     used = torch.nonzero(eligible & finite).flatten()
     d = (train - rollout)[used]
+    absolute = d.abs()
 
+    hits = _argmax_hits(layout.pair("top1", train_top1, rollout_top1), used)
+    route_hits, flipped = _route_hits(layout.pair("routes", train_routes, rollout_routes), used)
     sequence, group = layout.owners(sequence_ids, rollout_ids)
-    metrics = _token_metrics(d) | _probability_metrics(train[used], rollout[used])
-    if sequence is not None and group is not None:
-        metrics |= _sequence_metrics(d, sequence[used], group[used])
-    metrics |= _argmax_agreement(layout.pair("top1", train_top1, rollout_top1), used)
-    shares, flipped = _route_agreement(layout.pair("routes", train_routes, rollout_routes), used)
-    metrics |= shares
-
-    places = layout.flat("positions", positions).long() if positions is not None else layout.positions(masked, sequence)
-    buckets = _buckets(d.abs(), rollout[used], None if places is None else places[used], flipped)
+    in_order = ranks(masked, None if sequence is None else sequence.codes)
+    places = in_order if positions is None else layout.flat("positions", positions).long()
+    cells = _place_cells(absolute, None if places is None else places[used], flipped)
     if replicas is not None:
         codes, names = layout.codes("replicas", replicas)
-        buckets["replica"] = _bucketed(codes[used], names, d.abs())
+        cells["replica"] = _cells(codes[used], names, absolute)
     if sampled_at is not None:
         every = torch.nonzero(masked & finite).flatten()
         values, codes = torch.unique(sampled_at[every], return_inverse=True)
-        buckets["version"] = _bucketed(codes, values.tolist(), (train - rollout)[every].abs())
-    return Agreement(
-        metrics=metrics,
+        cells["version"] = _cells(codes, values.tolist(), (train - rollout)[every].abs())
+    part = Partial(
         num_tokens=len(used),
         num_stale=int((masked & ~eligible).sum()),
         num_nonfinite=int((masked & ~finite).sum()),
         num_rejected=None if rejected is None else int((layout.flat("rejected", rejected).bool() & masked).sum()),
-        worst=_worst(train, rollout, masked & ~finite, used, layout),
-        buckets=buckets,
+        hits=hits | route_hits,
+        sequences=None if sequence is None else _groups(sequence, d, used),
+        rollouts=None if group is None else _groups(group, d, used),
+        cells=cells,
+        worst=_worst(train, rollout, masked & ~finite, used, layout, sequence),
     )
+    return _exactly(_with_token_sums(part, d, train[used], rollout[used]), absolute, rollout[used])
+
+
+def finish(part: Partial) -> Agreement:
+    """The numbers of a (merged) partial; quantiles over tokens and deciles are the sketch's."""
+    return Agreement(
+        metrics=metrics_of(part),
+        num_tokens=part.num_tokens,
+        num_stale=part.num_stale,
+        num_nonfinite=part.num_nonfinite,
+        num_rejected=part.num_rejected,
+        worst=part.worst[0] if part.worst else None,
+        buckets=buckets_of(part),
+        worst_tokens=part.worst,
+        partial=part,
+    )
+
+
+def merge_ranks(part: Partial, group: Any = None) -> Partial:
+    """The merged partial of all ranks of a torch.distributed ``group`` (None: all), the same on each; a collective, so
+    every rank must call it, also one without tokens. Without an initialised process group it is ``part`` itself."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return part
+    parts: list[Partial | None] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(parts, part, group)
+    return merge(found for found in parts if found is not None)
 
 
 def self_difference(first: PerToken, second: PerToken, mask: PerToken) -> dict[str, float]:
@@ -173,88 +208,59 @@ def _fresh(sampled_at: Tensor | None, cached_at: Tensor | None, version: int | N
     return fresh
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The layout of a call's per-token arguments, and how they become flat tensors on the device of the first."""
-
-    lengths: tuple[int, ...]  # tokens per row; one entry when flat
-    has_rows: bool
-    row: Tensor  # [N]
-    device: torch.device
-
-    @classmethod
-    def of(cls, values: PerToken) -> _Layout:
-        first = _tensor(values[0] if isinstance(values, (list, tuple)) and values else values)
-        if isinstance(values, (list, tuple)):
-            lengths, has_rows = tuple(len(v) for v in values), True
-        elif first.dim() == 2:
-            lengths, has_rows = (first.shape[1],) * first.shape[0], True
-        elif first.dim() == 1:
-            lengths, has_rows = (first.shape[0],), False
-        else:
-            raise ValueError(f"log-probs must be [N], [B, T] or a list of [T_i], not of shape {tuple(first.shape)}")
-        counts = torch.tensor(lengths, dtype=torch.long, device=first.device)
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=first.device), counts)
-        return cls(lengths, has_rows, row, first.device)
-
-    def flat(self, name: str, values: PerToken) -> Tensor:
-        """[N, …]; trailing dimensions (routes) are kept."""
-        if isinstance(values, (list, tuple)):
-            lengths = tuple(len(v) for v in values)
-            tensor = torch.cat([_tensor(v) for v in values]) if values else torch.zeros(0)
-        else:
-            tensor = _tensor(values)
-            if self.has_rows and tensor.dim() >= 2:
-                lengths, tensor = (tensor.shape[1],) * tensor.shape[0], tensor.flatten(0, 1)
-            else:
-                lengths = (tensor.shape[0],)
-        if lengths != self.lengths:
-            raise ValueError(f"{name} has rows of {lengths} tokens, the trainer's log-probs of {self.lengths}")
-        return tensor.detach().to(self.device)
-
-    def codes(self, name: str, values: Seq[Any] | Tensor | np.ndarray) -> tuple[Tensor, list[Any]]:
-        """(small integers [N], label of each) from one label per row or, when flat, one per token."""
-        plain = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else list(values)
-        expected = len(self.lengths) if self.has_rows else self.lengths[0]
-        if len(plain) != expected:
-            raise ValueError(f"{name} has {len(plain)} entries; needed: {expected}, one per row (or per token if flat)")
-        seen: dict[Any, int] = {}
-        codes = torch.tensor([seen.setdefault(v, len(seen)) for v in plain], dtype=torch.long, device=self.device)
-        return codes[self.row] if self.has_rows else codes, list(seen)
-
-    def owners(self, sequence_ids: Any, rollout_ids: Any) -> tuple[Tensor | None, Tensor | None]:
-        """(sequence, rollout) of each token as codes [N]; each stands in for the other where only one is known."""
-        rollout = None if rollout_ids is None else self.codes("rollout_ids", rollout_ids)[0]
-        if sequence_ids is not None:
-            sequence = self.codes("sequence_ids", sequence_ids)[0]
-        else:
-            sequence = self.row if self.has_rows else rollout
-        return sequence, sequence if rollout is None else rollout
-
-    def pair(self, name: str, train: PerToken | None, rollout: PerToken | None) -> tuple[Tensor, Tensor] | None:
-        if (train is None) != (rollout is None):
-            raise ValueError(f"train_{name} and rollout_{name} belong together; only one was given")
-        if train is None or rollout is None:
-            return None
-        return self.flat(f"train_{name}", train), self.flat(f"rollout_{name}", rollout)
-
-    def positions(self, masked: Tensor, sequence: Tensor | None) -> Tensor | None:
-        """Rank of each masked token in its sequence; None if sequences are unknown."""
-        if sequence is None:
-            return None
-        order = torch.argsort(sequence, stable=True)
-        ranks = torch.cumsum(masked[order].long(), 0) - masked[order].long()
-        starts = torch.full((int(sequence.max()) + 1 if len(sequence) else 0,), len(sequence), device=self.device)
-        starts = starts.scatter_reduce(0, sequence[order], torch.arange(len(order), device=self.device), "amin")
-        result = torch.empty_like(ranks)
-        result[order] = ranks - ranks[starts[sequence[order]]]
-        return result
+def _with_token_sums(part: Partial, d: Tensor, l_train: Tensor, l_roll: Tensor) -> Partial:
+    """``part`` with everything that is a sum, a maximum or a count over single tokens [M]."""
+    if len(d) == 0:
+        return part
+    absolute = d.abs()
+    bounded = d.clamp(-EXP_LIMIT, EXP_LIMIT)
+    top = d.max()
+    scaled = torch.exp(d - top)  # ess does not change when all weights are scaled, and this can't overflow
+    p, q = (torch.exp(side.clamp(-EXP_LIMIT, EXP_LIMIT)) for side in (l_train, l_roll))
+    gap = (p - q).abs()
+    sums = {
+        "abs_diff": absolute,
+        "d": d,
+        "k3": torch.expm1(bounded) - d,
+        "mult_error": torch.exp(bounded.abs()),
+        "chi2": torch.exp(2 * d.clamp(-CHI2_LIMIT, CHI2_LIMIT)),
+        "prob_diff": gap,
+    }
+    largest = {"abs_diff": absolute, "d": d, "-d": -d, "prob_diff": gap, "p": p, "-p": -p, "q": q, "-q": -q}
+    bins, codes = torch.unique(bins_of(-l_roll), return_inverse=True)
+    return replace(
+        part,
+        sums={name: float(values.sum()) for name, values in sums.items()},
+        largest={name: float(values.max()) for name, values in largest.items()},
+        weights=(float(top), float(scaled.sum()), float((scaled**2).sum())),
+        probs=_moments(p, q),
+        gaps=_moments(gap, gap),
+        sketch=counts_of(absolute),
+        decile=_cells(codes, bins.tolist(), absolute),
+    )
 
 
-def _tensor(values: Any) -> Tensor:
-    return (
-        values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-    )  # a copy: inputs may be read-only
+def _moments(x: Tensor, y: Tensor) -> Moments:
+    a, b = x - x.mean(), y - y.mean()
+    return Moments(len(x), float(x.mean()), float(y.mean()), float((a * a).sum()), float((b * b).sum()),
+                   float((a * b).sum()))  # fmt: skip
+
+
+def _exactly(part: Partial, absolute: Tensor, l_roll: Tensor) -> Agreement:
+    """``finish`` with exact quantiles and deciles: here all tokens are at hand."""
+    rough = finish(part)
+    if len(absolute) == 0:
+        return rough
+    ordered = torch.sort(absolute).values
+    metrics = rough.metrics | {f"abs_diff/{name}": _quantile(ordered, share) for name, share in QUANTILES.items()}
+    edges = [_quantile(torch.sort(l_roll).values, tenth / 10) for tenth in range(1, 10)]
+    decile = torch.searchsorted(torch.tensor(edges, dtype=torch.float64, device=l_roll.device), l_roll)
+    cells = _cells(decile, list(range(10)), absolute)  # 0: the least likely tokens
+    return replace(
+        rough,
+        metrics=metrics,
+        buckets=rough.buckets | {"decile": {str(key): bucket_of(cell) for key, cell in cells.items()}},
+    )
 
 
 def _quantile(ordered: Tensor, q: float) -> float:
@@ -265,135 +271,75 @@ def _quantile(ordered: Tensor, q: float) -> float:
     return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
 
 
-def _exp(values: Tensor) -> Tensor:
-    return torch.exp(values.clamp(-EXP_LIMIT, EXP_LIMIT))
+def _groups(owners: Owners, d: Tensor, used: Tensor) -> Groups:
+    """Counts and sums by owner; owners without a token are left out."""
+    codes = owners.codes[used]
+    zeros = torch.zeros(len(owners.names), dtype=torch.float64, device=d.device)
+    counts = torch.bincount(codes, minlength=len(zeros)).tolist()
+    sums, sizes = zeros.index_add(0, codes, d).tolist(), zeros.index_add(0, codes, d.abs()).tolist()
+    rows = list(zip(owners.names, counts, sums, sizes, strict=True))
+    if not owners.named:
+        return Groups(unnamed=tuple((n, total, size) for _, n, total, size in rows if n))
+    return Groups({name: (n, total, size) for name, n, total, size in rows if n})
 
 
-def _token_metrics(d: Tensor) -> dict[str, float]:
-    if len(d) == 0:
-        return {}
-    absolute = d.abs()
-    ordered = torch.sort(absolute).values
-    ratio = _exp(d)
-    scaled = torch.exp(d - d.max())  # ess does not change when all weights are scaled, and this can't overflow
-    values = {
-        "abs_diff/mean": absolute.mean(),
-        "abs_diff/p50": _quantile(ordered, 0.5),
-        "abs_diff/p99": _quantile(ordered, 0.99),
-        "abs_diff/p999": _quantile(ordered, 0.999),
-        "abs_diff/max": ordered[-1],
-        "signed/mean": d.mean(),
-        "k1": -d.mean(),
-        "k3": (torch.expm1(d.clamp(-EXP_LIMIT, EXP_LIMIT)) - d).mean(),
-        "ratio/min": ratio.min(),
-        "ratio/max": ratio.max(),
-        "ess": scaled.sum() ** 2 / (len(d) * (scaled**2).sum()),
-        "mult_error": _exp(absolute).mean(),
-        "chi2_token": torch.exp(2 * d.clamp(-CHI2_LIMIT, CHI2_LIMIT)).mean() - 1,
-    }
-    return {name: float(value) for name, value in values.items()}
-
-
-def _probability_metrics(l_train: Tensor, l_roll: Tensor) -> dict[str, float]:
-    if len(l_train) == 0:
-        return {}
-    p, q = _exp(l_train), _exp(l_roll)
-    difference = (p - q).abs()
-    result = {"prob_diff/mean": float(difference.mean()), "prob_diff/max": float(difference.max())}
-    if len(p) > 1:
-        result["prob_diff/std"] = float(difference.std())
-        a, b = p - p.mean(), q - q.mean()
-        norm = float(a.norm() * b.norm())
-        if norm > 0 and not (torch.all(p == p[0]) or torch.all(q == q[0])):
-            result["prob_diff/pearson"] = float((a * b).sum()) / norm
-    return result
-
-
-def _segment_means(values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """(sums, means) of the segments that hold at least one value."""
-    size = int(codes.max()) + 1
-    sums = torch.zeros(size, dtype=torch.float64, device=values.device).index_add_(0, codes, values)
-    counts = torch.bincount(codes, minlength=size)
-    present = counts > 0
-    return sums[present], sums[present] / counts[present]
-
-
-def _sequence_metrics(d: Tensor, sequence: Tensor, rollout: Tensor) -> dict[str, float]:
-    if len(d) == 0:
-        return {}
-    sums, means = _segment_means(d, sequence)
-    ordered = torch.sort(sums.abs()).values
-    return {
-        "abs_diff/rollout_mean": float(_segment_means(d.abs(), rollout)[1].mean()),
-        "seq_sum/p50": _quantile(ordered, 0.5),
-        "seq_sum/p99": _quantile(ordered, 0.99),
-        "seq_sum/max": float(ordered[-1]),
-        "log_ppl_diff": float(-means.mean()),
-        "log_ppl_abs_diff": float(means.abs().mean()),
-        "chi2_seq": float(torch.exp(2 * sums.clamp(-CHI2_LIMIT, CHI2_LIMIT)).mean()) - 1,
-    }
-
-
-def _share(name: str, hits: Tensor) -> dict[str, float]:
-    return {name: float(hits.double().mean())} if hits.numel() else {}
-
-
-def _argmax_agreement(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> dict[str, float]:
+def _argmax_hits(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> dict[str, tuple[int, int]]:
     if pair is None:
         return {}
-    a, b = pair[0][used], pair[1][used]
-    return _share("argmax_agree", (a == b)[(a >= 0) & (b >= 0)])
+    a, b = pair[0][used].long(), pair[1][used].long()
+    known = (a >= 0) & (b >= 0)
+    return {"argmax_agree": (int(((a == b) & known).sum()), int(known.sum()))}
 
 
-def _route_agreement(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> tuple[dict[str, float], Tensor | None]:
-    """The share of (token, layer) with equal expert *sets*, and per token [M] 1: some layer differs, 0: none, −1:
-    unknown; from ids [N, L, K]."""
+def _route_hits(pair: tuple[Tensor, Tensor] | None, used: Tensor) -> tuple[dict[str, tuple[int, int]], Tensor | None]:
+    """Over (token, layer) with equal expert *sets*, and per token [M] the index in ``ROUTE_LABELS``: 2: some layer
+    differs, 1: none, 0: not known; from ids [N, L, K]."""
     if pair is None:
         return {}, None
-    a, b = pair[0][used], pair[1][used]
+    a, b = (_signed(side)[used] for side in pair)
     known = ((a >= 0) & (b >= 0)).all(-1)
     equal = (torch.sort(a, -1).values == torch.sort(b, -1).values).all(-1)
-    return _share("route_agree", equal[known]), torch.where(known.any(1), (known & ~equal).any(1).long(), -1)
+    flipped = torch.where(known.any(1), 1 + (known & ~equal).any(1).long(), 0)
+    return {"route_agree": (int((equal & known).sum()), int(known.sum()))}, flipped
 
 
-def _buckets(
-    absolute: Tensor, l_roll: Tensor, places: Tensor | None, flipped: Tensor | None
-) -> dict[str, dict[str, Bucket]]:
-    buckets: dict[str, dict[str, Bucket]] = {}
+def _signed(ids: Tensor) -> Tensor:
+    """Expert ids with −1 for not known, also of unsigned types, whose largest value says so."""
+    if ids.dtype not in (torch.uint8, torch.uint16):
+        return ids
+    wide = ids.to(torch.int32)
+    return torch.where(wide == torch.iinfo(ids.dtype).max, -1, wide)
+
+
+def _place_cells(absolute: Tensor, places: Tensor | None, flipped: Tensor | None) -> dict[str, dict[Any, Cell]]:
+    cells: dict[str, dict[Any, Cell]] = {}
     if len(absolute) == 0:
-        return buckets
+        return cells
     if places is not None:  # 0, 1, 2-3, 4-7, …: the exponent of frexp is the number of bits, exactly
         bits = torch.frexp(places.double()).exponent.long()
-        names = ["0", "1", *(f"{2 ** (e - 1)}-{2**e - 1}" for e in range(2, int(bits.max()) + 1))]
-        buckets["position"] = _bucketed(bits, names, absolute)
-    ordered = torch.sort(l_roll).values
-    edges = torch.tensor([_quantile(ordered, i / 10) for i in range(1, 10)], dtype=torch.float64)
-    decile = torch.searchsorted(edges.to(l_roll.device), l_roll)  # 0: the least likely tokens
-    buckets["decile"] = _bucketed(decile, range(10), absolute)
+        cells["position"] = _cells(bits, list(range(int(bits.max()) + 1)), absolute)
     if flipped is not None:
-        buckets["routes"] = _bucketed(flipped + 1, ("unknown", "equal", "flipped"), absolute)
-    return buckets
+        cells["routes"] = _cells(flipped, [0, 1, 2], absolute)
+    return cells
 
 
-def _bucketed(codes: Tensor, names: Seq[Any], absolute: Tensor) -> dict[str, Bucket]:
-    """Buckets of \\|d\\| [M] by code [M]; empty ones are left out."""
-    zeros = torch.zeros(len(names), dtype=torch.float64, device=absolute.device)
-    counts = torch.bincount(codes, minlength=len(names)).tolist()
+def _cells(codes: Tensor, keys: Seq[Any], absolute: Tensor) -> dict[Any, Cell]:
+    """Cells of \\|d\\| [M] by code [M]; empty ones are left out."""
+    zeros = torch.zeros(len(keys), dtype=torch.float64, device=absolute.device)
+    counts = torch.bincount(codes, minlength=len(keys)).tolist()
     sums = zeros.index_add(0, codes, absolute).tolist()
-    largest = zeros.scatter_reduce(0, codes, absolute, "amax").tolist()
-    return {
-        str(name): Bucket(count, total / count, most)
-        for name, count, total, most in zip(names, counts, sums, largest, strict=True)
-        if count
-    }
+    most = zeros.scatter_reduce(0, codes, absolute, "amax").tolist()
+    return {key: (n, total, top) for key, n, total, top in zip(keys, counts, sums, most, strict=True) if n}
 
 
-def _worst(train: Tensor, rollout: Tensor, broken: Tensor, used: Tensor, layout: _Layout) -> TokenPair | None:
-    if bool(broken.any()):
-        index = int(torch.nonzero(broken)[0])
-    elif len(used):
-        index = int(used[torch.argmax((train - rollout)[used].abs())])
-    else:
-        return None
-    row = int(layout.row[index])
-    return TokenPair(row, index - sum(layout.lengths[:row]), float(train[index]), float(rollout[index]))
+def _worst(
+    train: Tensor, rollout: Tensor, broken: Tensor, used: Tensor, layout: Layout, sequence: Owners | None
+) -> tuple[TokenPair, ...]:
+    lost = torch.nonzero(broken).flatten()[:NUM_WORST].tolist()
+    far = torch.topk((train - rollout)[used].abs(), min(NUM_WORST, len(used))).indices
+    tokens = []
+    for index in lost + used[far].tolist():
+        label = sequence.names[int(sequence.codes[index])] if sequence is not None and sequence.named else None
+        row, column = layout.place(index)
+        tokens.append(TokenPair(row, column, float(train[index]), float(rollout[index]), label))
+    return worst_first(tokens)

@@ -1,0 +1,120 @@
+"""How the arguments of ``agreement.measure`` are laid out, and how they become flat tensors. Needs torch and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray]
+"""Per-token values: flat [N], padded [B, T], or a list of B arrays [T_i]. All arguments of a call share one layout."""
+
+Labels = Seq[Any] | Tensor | np.ndarray
+"""One label per row ([B, T] or list) or, when flat, one per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Which group each token belongs to: codes [N] into ``names``; ``named`` False: rows without ids of the caller's,
+    which no other measurement can mean."""
+
+    codes: Tensor
+    names: list[Any]
+    named: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a call's per-token arguments, and how they become flat tensors on the device of the first."""
+
+    lengths: tuple[int, ...]  # tokens per row; one entry when flat
+    has_rows: bool
+    row: Tensor  # [N]
+    device: torch.device
+
+    @classmethod
+    def of(cls, values: PerToken) -> Layout:
+        """The layout of ``values``. Raises ValueError for arrays of other ranks."""
+        first = _tensor(values[0] if isinstance(values, (list, tuple)) and values else values)
+        if isinstance(values, (list, tuple)):
+            lengths, has_rows = tuple(len(v) for v in values), True
+        elif first.dim() == 2:
+            lengths, has_rows = (first.shape[1],) * first.shape[0], True
+        elif first.dim() == 1:
+            lengths, has_rows = (first.shape[0],), False
+        else:
+            raise ValueError(f"log-probs must be [N], [B, T] or a list of [T_i], not of shape {tuple(first.shape)}")
+        counts = torch.tensor(lengths, dtype=torch.long, device=first.device)
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=first.device), counts)
+        return cls(lengths, has_rows, row, first.device)
+
+    def flat(self, name: str, values: PerToken) -> Tensor:
+        """[N, …]; trailing dimensions (routes) are kept. Raises ValueError, with ``name``, for another layout."""
+        if isinstance(values, (list, tuple)):
+            lengths = tuple(len(v) for v in values)
+            tensor = torch.cat([_tensor(v) for v in values]) if values else torch.zeros(0)
+        else:
+            tensor = _tensor(values)
+            if self.has_rows and tensor.dim() >= 2:
+                lengths, tensor = (tensor.shape[1],) * tensor.shape[0], tensor.flatten(0, 1)
+            else:
+                lengths = (tensor.shape[0],)
+        if lengths != self.lengths:
+            raise ValueError(f"{name} has rows of {lengths} tokens, the trainer's log-probs of {self.lengths}")
+        return tensor.detach().to(self.device)
+
+    def codes(self, name: str, values: Labels) -> tuple[Tensor, list[Any]]:
+        """(small integers [N], label of each). Raises ValueError, with ``name``, for a wrong number of labels."""
+        plain = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else list(values)
+        expected = len(self.lengths) if self.has_rows else self.lengths[0]
+        if len(plain) != expected:
+            raise ValueError(f"{name} has {len(plain)} entries; needed: {expected}, one per row (or per token if flat)")
+        seen: dict[Any, int] = {}
+        codes = torch.tensor([seen.setdefault(v, len(seen)) for v in plain], dtype=torch.long, device=self.device)
+        return codes[self.row] if self.has_rows else codes, list(seen)
+
+    def owners(self, sequence_ids: Labels | None, rollout_ids: Labels | None) -> tuple[Owners | None, Owners | None]:
+        """(sequence, rollout) of each token; each stands in for the other where only one is known."""
+        rollout = None if rollout_ids is None else Owners(*self.codes("rollout_ids", rollout_ids), named=True)
+        if sequence_ids is not None:
+            sequence = Owners(*self.codes("sequence_ids", sequence_ids), named=True)
+        elif self.has_rows:
+            sequence = Owners(self.row, list(range(len(self.lengths))), named=False)
+        else:
+            sequence = rollout
+        return sequence, sequence if rollout is None else rollout
+
+    def pair(self, name: str, train: PerToken | None, rollout: PerToken | None) -> tuple[Tensor, Tensor] | None:
+        """Both sides flat, or None if neither is known. Raises ValueError if only one is."""
+        if (train is None) != (rollout is None):
+            raise ValueError(f"train_{name} and rollout_{name} belong together; only one was given")
+        if train is None or rollout is None:
+            return None
+        return self.flat(f"train_{name}", train), self.flat(f"rollout_{name}", rollout)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(row, column) of flat token ``index`` in the caller's layout; row 0 when flat."""
+        row = int(self.row[index])
+        return row, index - sum(self.lengths[:row])
+
+
+def ranks(masked: Tensor, sequence: Tensor | None) -> Tensor | None:
+    """Rank [N] of each masked token in its sequence; None if sequences are unknown."""
+    if sequence is None:
+        return None
+    device = sequence.device
+    order = torch.argsort(sequence, stable=True)
+    counted = torch.cumsum(masked[order].long(), 0) - masked[order].long()
+    starts = torch.full((int(sequence.max()) + 1 if len(sequence) else 0,), len(sequence), device=device)
+    starts = starts.scatter_reduce(0, sequence[order], torch.arange(len(order), device=device), "amin")
+    result = torch.empty_like(counted)
+    result[order] = counted - counted[starts[sequence[order]]]
+    return result
+
+
+def _tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))  # a copy: may be read-only
