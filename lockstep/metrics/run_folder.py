@@ -5,6 +5,7 @@
     config.toml              resolved configuration, with the origin of each value
     environment.json         versions, hardware, variables
     metrics.jsonl            one object per step, on the disk before the next step starts
+    agreement.jsonl          per step the difference by place and the worst tokens (see ``parity.rows``)
     rollouts/step-000001.parquet   tokens, log-probs of both sides, rewards, versions (see ``rollout_file``)
     refits.jsonl             receipts, one per refit
     trace.json               Chrome/Perfetto spans
@@ -42,6 +43,7 @@ LOCK = "run.lock"
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+AGREEMENT = "agreement.jsonl"
 REFITS = "refits.jsonl"
 ROLLOUTS = "rollouts"
 TRACE = "trace.json"
@@ -95,6 +97,7 @@ class RunFolder:
             self.checkpoints = Checkpoints(self.path / "checkpoints")
             self._metrics = JsonlSink(self.path / METRICS, order_key="step")
             self._refits = JsonlSink(self.path / REFITS)
+            self._agreement = JsonlSink(self.path / AGREEMENT)
         except BaseException:
             self._lock.release()
             raise
@@ -103,6 +106,7 @@ class RunFolder:
         """Close the files and give the lock back."""
         self._metrics.close()
         self._refits.close()
+        self._agreement.close()
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -151,6 +155,13 @@ class RunFolder:
     def refits(self) -> list[Row]:
         """All receipts so far."""
         return self._refits.rows()
+
+    def append_agreement(self, row: Mapping[str, object]) -> None:
+        """Append a step's line of ``parity.rows``, which must hold ``step``."""
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"a line of {AGREEMENT} needs the whole number 'step', got {step!r}")
+        self._agreement.append(row)
 
     # --- rollouts ---
 
@@ -203,7 +214,8 @@ class RunFolder:
         rewind that was cut short is completed by the next one."""
         late_rollouts = [late for late in rollout_steps(self.path) if late > step]
         late_checkpoints = [late for late in self.checkpoints.steps() if late > step]
-        late_rows = any(_step_of(row) > step for row in [*self.metrics(), *self.refits()])
+        rows = [*self.metrics(), *self.refits(), *self._agreement.rows()]
+        late_rows = any(_step_of(row) > step for row in rows)
         if not (late_rollouts or late_checkpoints or late_rows):
             return None
         aside = self._new_superseded()
@@ -213,6 +225,7 @@ class RunFolder:
             source = self.checkpoints.path(late)
             rename_durably(source, aside / f"checkpoint-{source.name}")
         self._refits.rewind(lambda row: _step_of(row) <= step, aside / REFITS)
+        self._agreement.rewind(lambda row: _step_of(row) <= step, aside / AGREEMENT)
         self._metrics.rewind(lambda row: _step_of(row) <= step, aside / METRICS)
         logger.warning("resuming after step %d: what later steps had left was moved to %s", step, aside)
         return aside

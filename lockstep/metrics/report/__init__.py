@@ -1,8 +1,9 @@
-"""The report: one self-contained HTML page about one run folder.
+"""The report: one self-contained HTML page about one run folder, or about recorded log-probs of a run made elsewhere.
 
-``collect`` reads the folder, ``charts`` and ``headline`` say what the page shows, ``samples`` chooses the rollouts that
-fit, ``page`` puts all of it, escaped, into one file. The page needs no network, no server and no other file; it draws
-its charts with its own script, so there is no chart library inside it. Prompts and completions are untrusted text.
+``collect`` reads the folder, ``charts``, ``places`` and ``headline`` say what the page shows, ``samples`` chooses the
+rollouts that fit, ``page`` puts all of it, escaped, into one file. The page needs no network, no server and no other
+file; it draws its charts with its own script, so there is no chart library inside it. Prompts and completions are
+untrusted text.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.metrics.durable import replace_text
-from lockstep.metrics.report.charts import build_charts, explorer_series
 from lockstep.metrics.report.collect import collect
-from lockstep.metrics.report.headline import build_headline, footer_text, refit_table
 from lockstep.metrics.report.page import render_page
+from lockstep.metrics.report.run_page import page_data
 from lockstep.metrics.report.samples import choose_samples
 
 REPORT = "report.html"
@@ -26,23 +26,9 @@ def write_report(run_dir: Path | str) -> Path:
     FileNotFoundError if there is no such folder, ValueError if a file in it is damaged beyond an unfinished last line.
     """
     run = collect(Path(run_dir))
-    samples = choose_samples(run)
-    title, verdict, tiles, description = build_headline(run)
-    data = {
-        "title": title,
-        "description": description,
-        "verdict": verdict,
-        "tiles": tiles,
-        "notes": run.notes,
-        "steps": run.steps,
-        "charts": build_charts(run),
-        "explorer": explorer_series(run),
-        "refits": refit_table(run),
-        "samples": samples,
-        "footer": footer_text(run),
-    }
+    data = page_data(run, choose_samples(run))
     path = run.path / REPORT
-    replace_text(path, render_page(title, data))
+    replace_text(path, render_page(str(data["title"]), data))
     return path
 
 

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.metrics.run_folder import CONFIG, ENVIRONMENT, METRICS, REFITS, rollout_steps
+from lockstep.metrics.run_folder import AGREEMENT, CONFIG, ENVIRONMENT, METRICS, REFITS, rollout_steps
 from lockstep.metrics.sinks import Row, read_jsonl
 
 
@@ -15,7 +15,8 @@ from lockstep.metrics.sinks import Row, read_jsonl
 class RunData:
     """One run as the report sees it. ``notes``: what is missing or remarkable, as sentences for the reader.
 
-    ``rows`` are the metric rows that have a step, in order; ``steps`` are their steps.
+    ``rows`` are the metric rows that have a step, in order; ``steps`` are their steps. ``agreement`` are the lines of
+    ``agreement.jsonl``: buckets and worst tokens by step.
     """
 
     path: Path
@@ -25,6 +26,7 @@ class RunData:
     refits: list[Row]
     rollout_steps: list[int]
     notes: list[str] = field(default_factory=list)
+    agreement: list[Row] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
@@ -59,7 +61,9 @@ def collect(path: Path) -> RunData:
     steps = rollout_steps(path)
     if not steps:
         notes.append("No rollouts were recorded, so there are no samples to look at.")
-    run = RunData(path, config, environment, rows, refits, steps, notes)
+    places = read_jsonl(path / AGREEMENT) if (path / AGREEMENT).exists() else []
+    places = [row for row in places if isinstance(row.get("step"), int)]
+    run = RunData(path, config, environment, rows, refits, steps, notes, places)
     _note_early_end(run)
     return run
 

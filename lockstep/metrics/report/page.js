@@ -34,9 +34,72 @@
     show();
   }
 
+  // --- agreement: numbers, buckets, worst tokens ---
+  function numbers() {
+    if (!data.numbers.length) { byId("numbers-section").hidden = true; return; }
+    for (const [name, value] of data.numbers) {
+      const line = el("tr");
+      line.append(el("td", "", name), el("td", "num", format(value)));
+      byId("numbers").append(line);
+    }
+  }
+
+  function buckets() {
+    const { kinds, note } = data.buckets;
+    byId("buckets-note").textContent = note;
+    if (!kinds.length) { byId("bucket-step").parentElement.hidden = true; return; }
+    const steps = [...new Set(kinds.flatMap((kind) => Object.keys(kind.steps)))].filter((step) => step !== "all").sort((a, b) => a - b);
+    const select = byId("bucket-step");
+    select.append(new Option("all", "all"));
+    for (const step of steps) select.append(new Option(step, step));
+    const show = () => byId("buckets").replaceChildren(...kinds.map((kind) => bucketFigure(kind, select.value)));
+    select.addEventListener("change", show);
+    show();
+  }
+
+  function bucketFigure(kind, step) {
+    const figure = el("figure"), caption = el("figcaption", "", kind.title);
+    figure.dataset.buckets = kind.kind;
+    caption.append(el("span", "unit", kind.hint));
+    figure.append(caption);
+    const rows = kind.labels.map((label, i) => [label, (kind.steps[step] || [])[i]]).filter(([, cell]) => cell);
+    if (!rows.length) { figure.append(el("p", "empty", "Not recorded at this step.")); return figure; }
+    const top = Math.max(...rows.map(([, cell]) => cell[1]));
+    const table = el("table", "bars"), head = el("tr");
+    for (const [name, style] of [["", ""], ["mean |d|", "num"], ["", "bar"], ["max |d|", "num"], ["tokens", "num"]]) head.append(el("th", style, name));
+    table.append(head);
+    for (const [label, [count, mean, most]] of rows) {
+      const line = el("tr"), bar = el("td", "bar"), fill = el("i");
+      fill.style.width = `${top > 0 ? (100 * mean / top).toFixed(1) : 0}%`;
+      bar.append(fill);
+      line.append(el("td", "", label), el("td", "num", format(mean)), bar, el("td", "num", format(most)), el("td", "num", format(count)));
+      table.append(line);
+    }
+    figure.append(table);
+    return figure;
+  }
+
+  function worst() {
+    if (!data.worst.length) { byId("worst-section").hidden = true; return; }
+    const head = el("tr");
+    for (const [name, style] of [["step", "num"], ["train − rollout", "num"], ["log π train", "num"], ["log π rollout", "num"], ["token in its text", ""], ["where", ""]]) head.append(el("th", style, name));
+    byId("worst").append(head);
+    for (const token of data.worst) {
+      const line = el("tr"), text = el("td", "context");
+      if (token.text === null) text.append(token.id === undefined ? "–" : `token id ${token.id}`);
+      else text.append(visible(token.before || ""), el("mark", "", visible(token.text) || "∅"), visible(token.after || ""));
+      const known = [["sequence_id", "sequence"], ["token", "token"], ["id", "id"], ["version", "version"], ["replica", "replica"]];
+      const where = known.filter(([key]) => token[key] !== undefined).map(([key, name]) => `${name} ${visible(String(token[key]))}`).join(", ");
+      line.append(el("td", "num", format(token.step)), el("td", "num", format(token.diff)), el("td", "num", format(token.train)),
+        el("td", "num", format(token.rollout)), text, el("td", "muted", where));
+      byId("worst").append(line);
+    }
+  }
+
   // --- refit receipts ---
   const claimLevel = (status) => (status === "held" ? "good" : status === "failed" ? "bad" : "plain");
   function refits() {
+    if (data.numbers.length) { byId("refits-section").hidden = true; return; }
     byId("refits-summary").textContent = data.refits.summary;
     if (!data.refits.rows.length) { byId("refits").parentElement.hidden = true; return; }
     const head = el("tr");
@@ -72,6 +135,7 @@
   const maxDiff = (sample) => Math.max(0, ...absDiffs(sample));
 
   function samples() {
+    if (data.numbers.length) { byId("samples-section").hidden = true; return; }
     byId("samples-note").textContent = data.samples.note;
     const steps = Object.keys(data.samples.steps).map(Number).sort((a, b) => a - b);
     if (!steps.length) return;
@@ -180,6 +244,9 @@
 
   headline();
   for (const spec of data.charts) chart(spec, byId("charts"));
+  numbers();
+  buckets();
+  worst();
   explorer();
   refits();
   samples();
