@@ -12,7 +12,7 @@ The gate judges before the optimizer moves. Spans name the phases; ``driver/`` h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.config.load import ResolvedConfig
@@ -38,6 +38,7 @@ from lockstep.metrics.report import write_report
 from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
 from lockstep.parity.measure import measure_step, token_context
+from lockstep.parity.rows import agreement_row, token_details
 from lockstep.records import Batch, FloatArray, Rollout, TrainSequence
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.spans import Recorder, recording, span
@@ -68,6 +69,7 @@ def run_sync(
             row |= trained.metrics
             with span("record"):
                 folder.write_rollouts(step, sampled.rollouts, trained.logprobs, console.token_texts(parts.decode))
+                folder.append_agreement({"step": step} | trained.places)
             if not trained.stopped:
                 row |= refit_metrics(refit(parts, folder, step))
                 progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state())
@@ -96,6 +98,7 @@ class Trained:
     metrics: Row
     num_forward_tokens: int = 0
     verdict: Verdict | None = None
+    places: dict[str, object] = field(default_factory=dict)
 
     @property
     def stopped(self) -> bool:
@@ -160,6 +163,7 @@ def judge(parts: Parts, rollouts: tuple[Rollout, ...], trained: Trained, step: i
         seen = [r for r in rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
         agreement = measure_step(trained.logprobs, seen, parts.trainer.version, items=trained.items)
         verdict = parts.gate.judge(agreement, step, token_context(seen, parts.decode))
+        trained.places = agreement_row(agreement, step, token_details(seen, parts.decode))
     trained.metrics.update(agreement.flat())
     trained.metrics.update({"agreement/bound": gate.bound, "agreement/metric": gate.metric})
     trained.metrics.update({"verdict/status": verdict.status, "verdict/sentence": verdict.sentence})
