@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 EPILOG = "Examples:  lockstep parity report logprobs.npz   |   lockstep parity report run.parquet --out page.html"
-    "Examples:  lockstep parity report logprobs.npz   |   lockstep parity report run.parquet --out page.html --json"
-)
 
 
 def report_recorded(

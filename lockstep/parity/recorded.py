@@ -40,7 +40,7 @@ import numpy as np
 
 from lockstep.agreement import Agreement, TokenPair, finish, measure, merge
 from lockstep.parity.columns import Columns, RecordedError, read_columns
-from lockstep.parity.rows import agreement_row
+from lockstep.parity.rows import agreement_row, quoted
 
 __all__ = ["RecordedError", "RecordedRun", "RecordedStep", "measure_file"]
 
@@ -150,5 +150,6 @@ def _describe(part: dict[str, np.ndarray], pair: TokenPair) -> dict[str, object]
     if "token_texts" in part:
         texts = [str(text) for text in part["token_texts"][low:high]]
         at = index - low
-        found |= {"before": "".join(texts[:at]), "text": texts[at], "after": "".join(texts[at + 1 :])}
+        around = {"before": "".join(texts[:at]), "text": texts[at], "after": "".join(texts[at + 1 :])}
+        found |= {name: quoted(text) for name, text in around.items()}
     return found

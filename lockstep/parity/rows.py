@@ -1,18 +1,20 @@
-"""One step's agreement as a line of ``agreement.jsonl``: what the metrics row is too flat for.
+r"""One step's agreement as a line of ``agreement.jsonl``: what the metrics row is too flat for.
 
 ::
 
     {"step": 7, "tokens": 1893,
      "buckets": {"position": {"0": [64, 0.0021, 0.011], "1": …}, "decile": …, "routes": …, "replica": …, "version": …},
-     "worst": [{"sequence_id": "s7/3", "token": 41, "id": 284, "text": " 17", "before": "…", "after": "…",
+     "worst": [{"sequence_id": "s7/3", "token": 41, "id": 284, "text": "\" 17\"", "before": "\"…\"", "after": "\"…\"",
                 "train": -3.1, "rollout": -2.2, "version": 6, "replica": 0}, …]}
 
 A bucket is [finite tokens, mean |d|, largest |d|]. ``worst`` has up to 16 tokens: those that are not finite first, then
-by |d|.
+by |d|. Texts are JSON strings within the JSON (``quoted``), since a token may well read "NaN", which rows use for the
+number.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -59,12 +61,17 @@ def token_details(
                 "text": [ids[at]],
                 "after": ids[at + 1 : at + 1 + AFTER_TOKENS],
             }
-            found |= {name: _storable(decode(part)) if part else "" for name, part in around.items()}
+            found |= {name: quoted(decode(part) if part else "") for name, part in around.items()}
         return found
 
     return describe
 
 
-def _storable(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate becomes a question mark."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+def quoted(text: str) -> str:
+    """The text as a JSON string, which any reader and writer of rows leaves alone; lone surrogates survive escaped."""
+    return json.dumps(text)
+
+
+def unquoted(value: object) -> str | None:
+    """The text of ``quoted``, or None if there is none."""
+    return str(json.loads(value)) if isinstance(value, str) else None

@@ -17,6 +17,7 @@ from lockstep.agreement import measure
 from lockstep.metrics.report.recorded import write_recorded_report
 from lockstep.parity import columns
 from lockstep.parity.recorded import RecordedError, measure_file
+from lockstep.parity.rows import unquoted
 from tests.synthetic_run import HOSTILE, make_run
 from tests.unit.test_report import Page
 
@@ -100,7 +101,7 @@ def test_worst_tokens_are_told_with_their_text(tmp_path: Path) -> None:
     rows["versions"][4][:] = 4
     rows["train_logprobs"][4][3] += 5
     (token, *_) = measure_file(write_parquet(tmp_path / "x.parquet", rows)).steps[1].row["worst"]
-    assert (token["text"], token["before"], token["after"]) == (" w3", " w0 w1 w2", " w4 w5")
+    assert [unquoted(token[name]) for name in ("before", "text", "after")] == [" w0 w1 w2", " w3", " w4 w5"]
     assert (token["token"], token["id"], token["rollout_id"], token["version"]) == (3, 3, "a", 4)
 
 

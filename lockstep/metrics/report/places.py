@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from lockstep.metrics.metric import nonfinite_text
 from lockstep.metrics.report.collect import RunData, number
 from lockstep.metrics.report.samples import spread
 from lockstep.metrics.sinks import Row
+from lockstep.parity.rows import unquoted
 
 Cell = list[float]
 """[tokens, mean \\|d\\|, largest \\|d\\|]"""
@@ -90,10 +90,9 @@ def _badness(difference: float | None) -> float:
     return math.inf if difference is None or math.isnan(difference) else abs(difference)
 
 
-def _shortened(text: object, name: str) -> str | None:
-    if isinstance(text, float) and not math.isfinite(text):
-        text = nonfinite_text(text)  # a token may well be "NaN", which the reader of rows takes for a number
-    if not isinstance(text, str):
+def _shortened(recorded: object, name: str) -> str | None:
+    text = unquoted(recorded)
+    if text is None:
         return None
     if len(text) <= MAX_CONTEXT_CHARACTERS:
         return text
