@@ -188,7 +188,12 @@ def prepare(
     samples = [_sample(r, config, max_new_tokens, reference, live) for r in rollouts]
     if config.advantage == "distill":
         advantages = _distill(samples, config, teacher, live)
-        extra = _teacher_kl(samples, advantages)
+        gaps = [
+            -a[m] for s, arrays in zip(samples, advantages, strict=True) for m, a in zip(s.masks, arrays, strict=True)
+        ]
+        tokens = np.concatenate([np.zeros(0), *gaps])
+        # k1 estimate of KL(π‖teacher), which distillation lowers
+        extra = {"teacher_kl/mean": float(tokens.mean())} if len(tokens) else {}
     elif config.advantage == "reinforce_pp":
         advantages, extra = _per_token(samples, config)
     else:
@@ -337,17 +342,6 @@ def _distill(
             arrays.append(values)
         result.append(arrays)
     return result
-
-
-def _teacher_kl(samples: Seq[_Sample], advantages: Seq[Seq[Float64Array]]) -> dict[str, float]:
-    """Mean over tokens of l_old − l_teacher: the k1 estimate of KL(π‖teacher), which distillation lowers."""
-    values = [
-        -array[mask]
-        for sample, arrays in zip(samples, advantages, strict=True)
-        for mask, array in zip(sample.masks, arrays, strict=True)
-    ]
-    flat = np.concatenate(values) if values else np.zeros(0)
-    return {"teacher_kl/mean": float(flat.mean())} if len(flat) else {}
 
 
 def _item(
