@@ -125,6 +125,7 @@ def bare_products(work: Workload, rows: list[Row], machine: dict[str, Any]) -> d
 
     A shared prompt is computed once a group; head rows only where a token is sampled; backward is twice forward.
     Generation at the rates of 64 rows, training at those of 2048. Attention and everything elementwise is left out.
+    ``train_s`` takes every completion backward, while Lockstep takes those without an advantage forward only.
     """
     rates = machine["matrix_flops"]["bfloat16"]
     sampled = mean(sum(row["completion_tokens"]) for row in rows)
