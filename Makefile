@@ -46,7 +46,7 @@ lint: setup-dev  ## ruff, pyright and the import contract
 bench: setup  ## All benchmarks, one JSON file each in benchmarks/results (over an hour on two cores; keep them quiet)
 	$(PIP) --editable '.[bench]'
 	mkdir -p benchmarks/results
-	for name in machine start logprobs generation end_to_end quickstart_seeds; do \
+	for name in machine start logprobs agreement generation end_to_end quickstart_seeds; do \
 		echo "benchmarks.$$name" >&2; \
 		$(BIN)/python -m benchmarks.$$name > benchmarks/results/$$name.json || exit 1; \
 	done

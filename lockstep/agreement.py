@@ -253,7 +253,8 @@ def _exactly(part: Partial, absolute: Tensor, l_roll: Tensor) -> Agreement:
         return rough
     ordered = torch.sort(absolute).values
     metrics = rough.metrics | {f"abs_diff/{name}": _quantile(ordered, share) for name, share in QUANTILES.items()}
-    edges = [_quantile(torch.sort(l_roll).values, tenth / 10) for tenth in range(1, 10)]
+    likely = torch.sort(l_roll).values
+    edges = [_quantile(likely, tenth / 10) for tenth in range(1, 10)]
     decile = torch.searchsorted(torch.tensor(edges, dtype=torch.float64, device=l_roll.device), l_roll)
     cells = _cells(decile, list(range(10)), absolute)  # 0: the least likely tokens
     return replace(
