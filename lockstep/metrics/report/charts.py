@@ -32,7 +32,7 @@ def build_charts(run: RunData) -> list[Chart]:
 
 def explorer_series(run: RunData) -> dict[str, Series]:
     """Every recorded number that no chart shows, by name, for the chart with a choice. Empty if that is too much."""
-    charted = {str(series["name"]) for chart in build_charts(run) for series in _series_of(chart)}
+    charted = {str(series["name"]) for chart in build_charts(run) for series in series_of(chart)}
     recorded = {name for row in run.rows for name, value in row.items() if number(value) is not None}
     names = sorted(recorded - charted - {"step", "agreement/bound"})
     if len(names) * len(run.rows) > MAX_EXPLORER_VALUES:
@@ -41,7 +41,8 @@ def explorer_series(run: RunData) -> dict[str, Series]:
     return {name: {"values": run.column(name), "unit": unit_of(name)} for name in names}
 
 
-def _series_of(chart: Chart) -> list[Series]:
+def series_of(chart: Chart) -> list[Series]:
+    """A chart's series."""
     series = chart["series"]
     return series if isinstance(series, list) else []
 

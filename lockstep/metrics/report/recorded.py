@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.metrics.durable import replace_text
-from lockstep.metrics.report.charts import build_charts
+from lockstep.metrics.report.charts import Chart, build_charts, series_of
 from lockstep.metrics.report.collect import RunData
 from lockstep.metrics.report.page import render_page
 from lockstep.metrics.report.places import route_charts
@@ -25,11 +25,17 @@ def write_recorded_report(source: Path | str, out: Path | str | None = None) -> 
     title = f"{recorded.path.name}: agreement of a recorded run"
     data = page_data(run, samples={"steps": {}, "note": ""}) | {
         "title": title,
-        "charts": [chart for chart in [*build_charts(run), *route_charts(run)] if chart["series"]],
+        "charts": [_unjudged(chart) for chart in [*build_charts(run), *route_charts(run)] if chart["series"]],
         "numbers": list(recorded.whole.flat("").items()),
     }
     replace_text(path, render_page(title, data))
     return path, recorded
+
+
+def _unjudged(chart: Chart) -> Chart:
+    """A chart without words about a gate that was not there."""
+    series = [{**one, "label": str(one["label"]).removesuffix(" (judged)")} for one in series_of(chart)]
+    return {name: value for name, value in chart.items() if name != "note"} | {"series": series}
 
 
 def _as_run(recorded: RecordedRun) -> RunData:
