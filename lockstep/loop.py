@@ -112,7 +112,7 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
     The agreement is of the policy that sampled, from the first forward (or, when several optimizer steps share the
     batch, from the pass before them), and of all sampled tokens, whatever is masked or rejected later.
     """
-    config = parts.config.algorithm
+    config, objective = parts.algorithm, parts.objective
     scores = score_models(parts, rollouts)
     prepared = prepare(
         rollouts,
@@ -132,7 +132,7 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
     for corrected in steps:
         batch = Batch(corrected.items, corrected.denominator_tokens, corrected.denominator_rollouts)
         with span("train"):
-            output = parts.trainer.forward_backward(batch, parts.objective)
+            output = parts.trainer.forward_backward(batch, objective)
         by_step.append(corrected.metrics | output.metrics | {"loss": output.loss})
         trained.num_forward_tokens += output.num_forward_tokens
         if trained.verdict is None:
@@ -158,15 +158,12 @@ def judge(parts: Parts, rollouts: tuple[Rollout, ...], trained: Trained, step: i
     Only rollouts that the trainer has seen at the version that sampled them can be measured: all of them, unless
     several optimizer steps share a batch whose anchor is the engine's own log-probs.
     """
-    gate = parts.config.gate
     with span("agreement"):
         seen = [r for r in rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
         agreement = measure_step(trained.logprobs, seen, parts.trainer.version, items=trained.items)
         verdict = parts.gate.judge(agreement, step, token_context(seen, parts.decode))
         trained.places = agreement_row(agreement, step, token_details(seen, parts.decode))
-    trained.metrics.update(agreement.flat())
-    trained.metrics.update({"agreement/bound": gate.bound, "agreement/metric": gate.metric})
-    trained.metrics.update({"verdict/status": verdict.status, "verdict/sentence": verdict.sentence})
+    trained.metrics.update(agreement.flat() | verdict.flat())
     return verdict
 
 

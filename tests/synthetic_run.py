@@ -23,10 +23,10 @@ kind = "arithmetic"
 [algorithm]
 num_prompts = 8
 group_size = 8
-[gate]
+[[gate.bounds]]
 metric = "abs_diff/mean"
 bound = 0.02
-reason = "bf16 on both sides: ten times what the same weights showed at step 1"
+evidence = "bf16 on both sides: ten times what the same weights showed at step 1"
 """
 
 HOSTILE = '</script><script>document.title="broken out"</script><img src=x onerror=alert(1)> NaN \u2028 \u202eevil &lt;'

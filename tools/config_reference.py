@@ -14,7 +14,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lockstep.config.keys import describe, discriminator, sections, single_literal, tag
-from lockstep.config.schema import PATH_KEYS, RewardConfig, RunConfig, Section
+from lockstep.config.schema import PATH_KEYS, BoundConfig, RewardConfig, RunConfig, Section
 from lockstep.config.toml_text import format_value
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -53,6 +53,7 @@ def render() -> str:
             for member in members:
                 blocks += _table_of(name, member, f'`[{name}]` with `{kind} = "{tag(member, members)}"`', "###")
     blocks += _table_of("task.rewards", RewardConfig, "An item of `[[task.rewards]]`", "##")
+    blocks += _table_of("gate.bounds", BoundConfig, "An item of `[[gate.bounds]]`", "##")
     return "\n".join(blocks).rstrip() + "\n"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.config.errors import Violation
-from lockstep.config.schema import RunConfig, Section
+from lockstep.config.schema import CorrectionConfig, RunConfig, Section
 
 Rule = Callable[[RunConfig], Iterator[Violation]]
 
@@ -290,48 +290,45 @@ def kl_estimator_fits_its_place(config: RunConfig) -> Iterator[Violation]:
 # --- corrections ------------------------------------------------------------------------------------------------------
 
 
+def _corrections(config: RunConfig) -> Iterator[tuple[CorrectionConfig, str]]:
+    """Both places where corrections are configured: those of the run, and those that its gate may switch on."""
+    yield config.algorithm.corrections, "algorithm.corrections"
+    yield config.gate.correction, "gate.correction"
+
+
 @rule
 def bypass_excludes_weights(config: RunConfig) -> Iterator[Violation]:
     """In bypass the anchor of the ratio is the engine's log-prob: the mismatch that a weight would correct is in it."""
-    c = config.algorithm.corrections
-    if c.bypass and c.weight != "off":
-        yield Violation(
-            "algorithm.corrections.bypass",
-            f"would correct the mismatch twice with weight {c.weight}",
-            "set one of the two off",
-            ("algorithm.corrections.weight",),
-        )
+    for c, prefix in _corrections(config):
+        if c.bypass and c.weight != "off":
+            message = f"would correct the mismatch twice with weight {c.weight}"
+            yield Violation(f"{prefix}.bypass", message, "set one of the two off", (f"{prefix}.weight",))
 
 
 @rule
 def correction_bounds_are_ranges(config: RunConfig) -> Iterator[Violation]:
     """Each lower bound lies below its upper one, and bounds of ratios are not negative."""
-    c = config.algorithm.corrections
-    for name in ("weight", "icepop", "mis", "geometric"):
-        low, high = getattr(c, f"{name}_low"), getattr(c, f"{name}_high")
-        key = f"algorithm.corrections.{name}_low"
-        if not 0 <= low < high:
-            yield Violation(
-                key,
-                f"[{low}, {high}] is no range of ratios",
-                "use 0 ≤ low < high",
-                (f"algorithm.corrections.{name}_high",),
-            )
-    if not 0 < c.veto < 1:
-        yield Violation("algorithm.corrections.veto", "a token is vetoed below this ratio", "use a value in (0, 1)")
+    for c, prefix in _corrections(config):
+        for name in ("weight", "icepop", "mis", "geometric"):
+            low, high = getattr(c, f"{name}_low"), getattr(c, f"{name}_high")
+            if not 0 <= low < high:
+                message = f"[{low}, {high}] is no range of ratios"
+                yield Violation(f"{prefix}.{name}_low", message, "use 0 ≤ low < high", (f"{prefix}.{name}_high",))
+        if not 0 < c.veto < 1:
+            yield Violation(f"{prefix}.veto", "a token is vetoed below this ratio", "use a value in (0, 1)")
 
 
 @rule
 def correction_settings_are_read(config: RunConfig) -> Iterator[Violation]:
     """Bounds belong to a weight or rejection that is on; the denominator matters when something is rejected."""
-    c, prefix = config.algorithm.corrections, "algorithm.corrections"
-    if c.weight == "off":
-        yield from inert(c, prefix, "weight_low weight_high", "with weight off", (f"{prefix}.weight",))
-    for name in ("icepop", "mis", "geometric", "veto"):
-        if name not in c.reject:
-            names = "veto" if name == "veto" else f"{name}_low {name}_high"
-            yield from inert(c, prefix, names, f"without {name} in reject", (f"{prefix}.reject",))
-    if not c.reject:
-        yield from inert(c, prefix, "denominator", "without a rejection", (f"{prefix}.reject",))
-    if len(set(c.reject)) < len(c.reject):
-        yield Violation(f"{prefix}.reject", "names a rejection twice", "name each once")
+    for c, prefix in _corrections(config):
+        if c.weight == "off":
+            yield from inert(c, prefix, "weight_low weight_high", "with weight off", (f"{prefix}.weight",))
+        for name in ("icepop", "mis", "geometric", "veto"):
+            if name not in c.reject:
+                names = "veto" if name == "veto" else f"{name}_low {name}_high"
+                yield from inert(c, prefix, names, f"without {name} in reject", (f"{prefix}.reject",))
+        if not c.reject:
+            yield from inert(c, prefix, "denominator", "without a rejection", (f"{prefix}.reject",))
+        if len(set(c.reject)) < len(c.reject):
+            yield Violation(f"{prefix}.reject", "names a rejection twice", "name each once")

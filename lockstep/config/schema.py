@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Dtype = Literal["bfloat16", "float32"]
+from lockstep.config.gate_schema import BoundConfig, CorrectionConfig, GateConfig
+from lockstep.config.section import Dtype, Section
+
+__all__ = ["BoundConfig", "CorrectionConfig", "Dtype", "GateConfig", "Section"]
 
 PATH_KEYS = frozenset({"model.path", "reference.path", "teacher.path", "task.path", "task.heldout_path"})
 """Keys that name files: the loader makes them absolute (relative to the TOML file that sets them)."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, closed, strict about types (no "3" for 3, no 1 for true)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -182,33 +179,6 @@ class KlConfig(Section):
     coefficient: float = Field(default=0.0, ge=0, description="Factor of the KL term.")
 
 
-class CorrectionConfig(Section):
-    """Corrections of mismatched or stale samples: at most one weight, any rejections."""
-
-    weight: Literal["off", "tis", "tis_seq"] = Field(default="off", description="tis: by token; tis_seq: by sequence.")
-    weight_low: float = Field(default=0.0, ge=0, description="Weights are clipped to [low, high].")
-    weight_high: float = Field(default=2.0, gt=0, description="See weight_low.")
-    reject: tuple[Literal["icepop", "mis", "geometric", "veto"], ...] = Field(
-        default=(), description="icepop and veto look at tokens, mis and geometric at sequences."
-    )
-    icepop_low: float = Field(default=0.5, description="Token ratios outside [low, high] are dropped.")
-    icepop_high: float = Field(default=5.0, description="See icepop_low.")
-    mis_low: float = Field(
-        default=0.5, description="Sequences with a product of ratios outside [low, high] are dropped."
-    )
-    mis_high: float = Field(default=2.0, description="See mis_low.")
-    geometric_low: float = Field(default=0.99, description="The same for the geometric mean of the ratios.")
-    geometric_high: float = Field(default=1.01, description="See geometric_low.")
-    veto: float = Field(default=1e-4, description="A token with a smaller ratio drops its sequence.")
-    denominator: Literal["kept", "fixed"] = Field(
-        default="kept",
-        description="Whether the loss is divided by what is left, or by what was there before rejections.",
-    )
-    bypass: bool = Field(
-        default=False, description="Use the engine's log-probs as the ratio's anchor; excludes weights."
-    )
-
-
 class DynamicSamplingConfig(Section):
     """DAPO dynamic sampling: drop groups whose raw rewards are all equal and refill in prompt order."""
 
@@ -303,22 +273,6 @@ class TrainerConfig(Section):
 
 
 # --- gate, refit, run -----------------------------------------------------------------------------------------------
-
-
-class GateConfig(Section):
-    """The bound on train–rollout agreement, judged at every step before the optimizer moves."""
-
-    metric: Literal["abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3"] = Field(
-        default="abs_diff/mean", description="What is held against the bound; docs/agreement.md defines each."
-    )
-    bound: float = Field(gt=0, description="Largest value that passes.")
-    action: Literal["stop", "warn"] = Field(
-        default="stop", description="stop: before the optimizer moves; warn: go on."
-    )
-    reason: str = Field(description="Where the bound comes from.")
-    unjudged_patience: int = Field(
-        default=3, ge=1, description="Steps in a row without an eligible token that stop the run."
-    )
 
 
 class RefitConfig(Section):

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from lockstep.config.schema import ModelSource, RunConfig
+from lockstep.config.gate_checks import bounds_for
+from lockstep.config.schema import AlgorithmConfig, ModelSource, RunConfig
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.profile import choose, detect
@@ -45,12 +46,21 @@ class Parts:
     trainer: FsdpTrainer
     engine: Engine
     sampler: GroupSampler
-    objective: Objective
     reference: Scorer | None
     teacher: Scorer | None
     transport: Transport
     gate: Gate
     refit_steps: list[int]
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The algorithm in force: the configured one, unless the gate has switched its correction on."""
+        return self.gate.algorithm(self.config.algorithm)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss of the algorithm in force."""
+        return PolicyObjective(self.algorithm)
 
 
 @contextmanager
@@ -66,6 +76,9 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
             say(f"{choice.setting}: {choice.value} ({choice.reason})")
     torch.set_num_threads(int(chosen["threads"].value))
     device = str(chosen["device"].value)
+    gate = Gate(config.gate, bounds_for(config, device))
+    for bound in (bound for bound in gate.bounds if not bound.shown):
+        say(f"bound {bound.bound:g} on {bound.metric} is not shown on this hardware; from: {bound.evidence}")
     task = build_task(config.task)
     try:
         with span("start/task"):
@@ -74,7 +87,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
             tokenizer = load_tokenizer(config.model)
             model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
         with asyncio.Runner() as runner:
-            yield _connect(config, task, tokenizer, model, device, runner, say, warm_up=warm_up)
+            yield _connect(config, task, tokenizer, model, device, gate, runner, say, warm_up=warm_up)
     finally:
         task.close()
 
@@ -85,6 +98,7 @@ def _connect(
     tokenizer: Any,
     model: Any,
     device: str,
+    gate: Gate,
     runner: asyncio.Runner,
     say: Callable[[str], None],
     *,
@@ -127,11 +141,10 @@ def _connect(
             stop_token_ids=stop_ids,
             runner=runner,
         ),
-        objective=PolicyObjective(config.algorithm),
         reference=_scorer(reference_source, config, device, vocab_limit) if needs_reference else None,
         teacher=_scorer(config.teacher, config, device, vocab_limit) if config.teacher is not None else None,
         transport=make_transport(config.refit.transport),
-        gate=Gate(config.gate),
+        gate=gate,
         refit_steps=[],
     )
 

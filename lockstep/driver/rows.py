@@ -113,7 +113,7 @@ def refit_metrics(receipt: Receipt) -> Row:
     }
 
 
-STYLES = {"pass": "green", "warn": "yellow", "stop": "bold red", "unjudged": "yellow"}
+STYLES = {"pass": "green", "warn": "yellow", "correct": "yellow", "stop": "bold red", "unjudged": "yellow"}
 
 
 def step_line(row: Row, num_steps: int) -> str:

@@ -30,7 +30,7 @@ def score_models(parts: Parts, rollouts: Seq[Rollout]) -> ModelScores:
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     with span("logprobs"):
         return ModelScores(
-            live=parts.trainer.logprobs(sequences) if needs_extra_pass(parts.config.algorithm) else None,
+            live=parts.trainer.logprobs(sequences) if needs_extra_pass(parts.algorithm) else None,
             reference=parts.reference.logprobs(sequences) if parts.reference else None,
             teacher=parts.teacher.logprobs(sequences) if parts.teacher else None,
         )

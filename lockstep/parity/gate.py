@@ -1,21 +1,29 @@
 """The verdict on a step's agreement, given after forward-backward and before the optimizer moves.
 
-any non-finite token ────────────► fails, whatever the mean
+any non-finite token ────────────► stop, whatever the means and the action are
 no eligible token ───────────────► unjudged, never a pass; ``unjudged_patience`` in a row stop the run
-metric > bound ──────────────────► fails        (a failure is "stop" or "warn", as configured)
+a bounded metric fails ──────────► the configured action: stop, warn, or correct from the next step on
+a metric above its bound ────────► warn, while hysteresis (``history.py``) still waits
 else ────────────────────────────► pass
+
+With ``correct`` the first failure switches ``gate.correction`` on for the rest of the run. A correction repairs a
+mismatch of rounding; a value far above its bound while it is on stops the run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.agreement import Agreement, Bucket, TokenPair
-from lockstep.config.schema import GateConfig
+from lockstep.config.schema import AlgorithmConfig, BoundConfig, CorrectionConfig, GateConfig
+from lockstep.parity.history import Finding, History
 
-Status = Literal["pass", "warn", "stop", "unjudged"]
+Status = Literal["pass", "warn", "correct", "stop", "unjudged"]
+Describe = Callable[[TokenPair], str]
 
 OUTLIER = 10.0
 """A bucket whose mean is this many times that of every other one is named as the place to look first."""
@@ -23,7 +31,11 @@ OUTLIER = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``value`` is None where nothing was measured; ``tokens`` are the finite eligible ones behind it."""
+    """The judgement of one step, of the metric that decided it (the first one bounded if all pass).
+
+    ``value`` is None where nothing was measured; ``tokens`` are the finite eligible ones behind it; ``evidence`` is
+    that of the bound; ``correcting_since``: the step from which on the gate's correction is in force, if it is.
+    """
 
     status: Status
     metric: str
@@ -31,59 +43,108 @@ class Verdict:
     bound: float
     tokens: int
     sentence: str
+    evidence: str
+    correcting_since: int | None = None
+
+    def flat(self) -> dict[str, str | float]:
+        """The verdict as metrics of a step."""
+        row: dict[str, str | float] = {"agreement/metric": self.metric, "agreement/bound": self.bound}
+        row |= {"verdict/status": self.status, "verdict/sentence": self.sentence, "verdict/evidence": self.evidence}
+        if self.correcting_since is not None:
+            row["verdict/correcting_since"] = self.correcting_since
+        return row
 
 
 class Gate:
-    """Judges each step against one absolute bound. Its only state is the count of unjudged steps in a row."""
+    """Judges each step against the bounds of this run's hardware and dtypes.
 
-    def __init__(self, config: GateConfig) -> None:
+    State: the judged values that hysteresis and drift look back on, the count of unjudged steps in a row, and since
+    when the gate's correction is in force.
+    """
+
+    def __init__(self, config: GateConfig, bounds: Seq[BoundConfig]) -> None:
+        """``bounds``: those that fit (``config.gate_checks.bounds_for``). Raises ValueError if there is none."""
+        if not bounds:
+            raise ValueError("a gate without a bound would pass everything")
         self.config = config
+        self.bounds = tuple(bounds)
         self.num_unjudged_in_row = 0
+        self.correcting_since: int | None = None
+        self._histories = {bound.metric: History() for bound in bounds}
 
-    def judge(self, agreement: Agreement, step: int, describe: Callable[[TokenPair], str] | None = None) -> Verdict:
+    def judge(self, agreement: Agreement, step: int, describe: Describe | None = None) -> Verdict:
         """The verdict on ``agreement``. ``describe`` tells the worst token in words (``parity.measure.token_context``).
 
-        Raises ValueError if tokens were measured but the configured metric is missing.
+        Raises ValueError if tokens were measured but a bounded metric is missing.
         """
         if agreement.unjudged:
             return self._unjudged(agreement, step)
         self.num_unjudged_in_row = 0
-        metric, bound, tokens = self.config.metric, self.config.bound, agreement.num_tokens
-        value = agreement.metrics.get(metric)
-        if agreement.num_nonfinite:
-            head = (
-                f"step {step}: {agreement.num_nonfinite} log-prob pairs are not finite, which fails the gate "
-                f"whatever {metric} is ({_number(value)} over the {tokens} finite tokens, bound {bound:g})"
-            )
-            return self._failed(agreement, value, head, describe)
-        if value is None:
-            raise ValueError(f"{tokens} tokens were measured, but the agreement has no metric {metric!r}")
-        if value <= bound:
-            sentence = f"step {step}: {metric} {_number(value)} is within the bound {bound:g} over {tokens} tokens"
-            return Verdict("pass", metric, value, bound, tokens, sentence)
-        head = f"step {step}: {metric} {_number(value)} is above the bound {bound:g} over {tokens} tokens"
-        return self._failed(agreement, value, head, describe)
+        broken = [b for b in self.bounds if not math.isfinite(agreement.metrics.get(b.metric, 0.0))]
+        if agreement.num_nonfinite or broken:
+            return self._nonfinite(agreement, step, broken[0] if broken else self.bounds[0], describe)
+        findings = [self._find(agreement, bound) for bound in self.bounds]
+        worst = max(findings, key=lambda finding: finding.rank)
+        if worst.level == "within":
+            first = findings[0]
+            rest = "".join(f"; {f.bound.metric} {_number(f.value)} within {f.bound.bound:g}" for f in findings[1:])
+            return self._verdict("pass", first.bound, first.value, agreement, step, [_head(first, step) + rest])
+        head = f"{_head(worst, step)} (bound from: {evidence_text(worst.bound)})"
+        status, consequence = self._consequence(worst, step)
+        parts = [head, *consequence, *_where_to_look(agreement, describe, drifts=worst.value <= worst.bound.bound)]
+        return self._verdict(status, worst.bound, worst.value, agreement, step, parts)
 
-    def state(self) -> dict[str, int]:
-        """What a resumed run needs."""
-        return {"num_unjudged_in_row": self.num_unjudged_in_row}
+    def algorithm(self, configured: AlgorithmConfig) -> AlgorithmConfig:
+        """The algorithm in force at the next step: ``configured``, or with the gate's correction once that is on."""
+        if self.correcting_since is None:
+            return configured
+        return configured.model_copy(update={"corrections": self.config.correction})
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Take up a saved ``state``. Raises KeyError if it is of something else."""
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain values."""
+        return {
+            "num_unjudged_in_row": self.num_unjudged_in_row,
+            "correcting_since": self.correcting_since,
+            "histories": {metric: history.state() for metric, history in self._histories.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved ``state``; a metric that is bounded only now starts anew. Raises KeyError if it is of
+        something else."""
+        since, saved = state["correcting_since"], state["histories"]
         self.num_unjudged_in_row = int(state["num_unjudged_in_row"])
+        self.correcting_since = None if since is None else int(since)
+        self._histories = {
+            b.metric: History.of(saved[b.metric]) if b.metric in saved else History() for b in self.bounds
+        }
 
-    def _failed(
-        self, agreement: Agreement, value: float | None, head: str, describe: Callable[[TokenPair], str] | None
-    ) -> Verdict:
-        parts = [f"{head} (bound from: {self.config.reason})"]
-        worst = agreement.worst
-        if worst is not None:
-            place = describe(worst) if describe is not None else f"row {worst.row}, token {worst.column}"
-            parts.append(f"worst: {place}, trainer {_number(worst.train)}, engine {_number(worst.rollout)}")
-        parts.append(f"try: {advice(agreement)}")
-        return Verdict(
-            self.config.action, self.config.metric, value, self.config.bound, agreement.num_tokens, "; ".join(parts)
+    def _find(self, agreement: Agreement, bound: BoundConfig) -> Finding:
+        value = agreement.metrics.get(bound.metric)
+        if value is None:
+            raise ValueError(f"{agreement.num_tokens} tokens were measured, but there is no metric {bound.metric!r}")
+        return self._histories[bound.metric].judge(value, agreement.num_tokens, bound, self.config)
+
+    def _consequence(self, worst: Finding, step: int) -> tuple[Status, list[str]]:
+        """The status of a finding that is not within, and what the sentence says about it."""
+        if worst.level == "breach":
+            return "warn", []
+        if self.config.action != "correct":
+            return self.config.action, []
+        if self.correcting_since is None:
+            self.correcting_since = step + 1
+            return "correct", [f"correction {correction_text(self.config.correction)} is on from the next step"]
+        if worst.far:
+            return "stop", ["far above the bound, which the correction that is on is not made for"]
+        return "correct", []
+
+    def _nonfinite(self, agreement: Agreement, step: int, bound: BoundConfig, describe: Describe | None) -> Verdict:
+        value, count = agreement.metrics.get(bound.metric), agreement.num_nonfinite
+        what = f"{count} log-prob pairs are not finite" if count else f"{bound.metric} is not finite"
+        head = (
+            f"step {step}: {what}, which stops the run whatever the means are "
+            f"({bound.metric} {_number(value)} over the {agreement.num_tokens} finite tokens, bound {bound.bound:g})"
         )
+        return self._verdict("stop", bound, value, agreement, step, [head, *_where_to_look(agreement, describe)])
 
     def _unjudged(self, agreement: Agreement, step: int) -> Verdict:
         self.num_unjudged_in_row += 1
@@ -93,11 +154,45 @@ class Gate:
             if agreement.num_stale
             else "no token was sampled"
         )
-        sentence = f"step {step}: unjudged, because {why} ({count} in a row; {patience} stop the run)"
+        parts = [f"step {step}: unjudged, because {why} ({count} in a row; {patience} stop the run)"]
         if count >= patience:
-            sentence += "; try: check that refits reach the engine, or score fixed probes at each refit"
+            parts.append("try: check that refits reach the engine, or score fixed probes at each refit")
         status: Status = "stop" if count >= patience else "unjudged"
-        return Verdict(status, self.config.metric, None, self.config.bound, 0, sentence)
+        return self._verdict(status, self.bounds[0], None, agreement, step, parts)
+
+    def _verdict(
+        self, status: Status, bound: BoundConfig, value: float | None, agreement: Agreement, step: int, parts: list[str]
+    ) -> Verdict:
+        since = self.correcting_since
+        if since is not None and since <= step:
+            parts = [*parts, f"correction {correction_text(self.config.correction)} is on since step {since}"]
+        sentence, tokens = "; ".join(parts), agreement.num_tokens
+        return Verdict(status, bound.metric, value, bound.bound, tokens, sentence, evidence_text(bound), since)
+
+
+def evidence_text(bound: BoundConfig) -> str:
+    """A bound's evidence, and whether it stands for this hardware."""
+    return bound.evidence if bound.shown else f"{bound.evidence}; not shown on this hardware"
+
+
+def correction_text(correction: CorrectionConfig) -> str:
+    """A correction by the names of what it switches on."""
+    names = [correction.weight] if correction.weight != "off" else []
+    return " + ".join([*names, *correction.reject])
+
+
+def _head(finding: Finding, step: int) -> str:
+    return f"step {step}: {finding.bound.metric} {_number(finding.value)} {finding.why}"
+
+
+def _where_to_look(agreement: Agreement, describe: Describe | None, *, drifts: bool = False) -> list[str]:
+    """The worst token in context, and what to try; ``drifts``: the value itself is within the bound."""
+    parts, worst = [], agreement.worst
+    if worst is not None:
+        place = describe(worst) if describe is not None else f"row {worst.row}, token {worst.column}"
+        parts.append(f"worst: {place}, trainer {_number(worst.train)}, engine {_number(worst.rollout)}")
+    slow = "compare the refitted engine with one that is loaded afresh from the same weights"
+    return [*parts, f"try: {slow if drifts else advice(agreement)}"]
 
 
 def advice(agreement: Agreement) -> str:

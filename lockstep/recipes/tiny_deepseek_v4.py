@@ -8,6 +8,7 @@ from __future__ import annotations
 from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
+    BoundConfig,
     CheckpointConfig,
     EvalConfig,
     GateConfig,
@@ -19,6 +20,7 @@ from lockstep.config.schema import (
     TrainerConfig,
 )
 from lockstep.recipes import recipe
+from lockstep.recipes.evidence import FLOAT32_ON_CUDA
 
 
 @recipe("tiny-deepseek-v4")
@@ -67,7 +69,18 @@ def tiny_deepseek_v4() -> RunConfig:
         # Enough for some samples to be right and some wrong: without a difference there is no gradient to agree on.
         supervised=SupervisedConfig(steps=30, batch_size=32, learning_rate=3e-3),
         trainer=TrainerConfig(learning_rate=1e-3, dtype="float32"),
-        gate=GateConfig(bound=1e-5, reason="float32 on both sides: rounding only"),
+        gate=GateConfig(
+            bounds=(
+                BoundConfig(
+                    bound=1e-5,
+                    hardware="cpu",
+                    dtype="float32",
+                    evidence="rounding of float32 only, which is 1e-7 to 3e-7 in healthy runs",
+                    shown=True,
+                ),
+                BoundConfig(bound=1e-5, hardware="cuda", dtype="float32", evidence=FLOAT32_ON_CUDA),
+            )
+        ),
         eval=EvalConfig(num_problems=5),
         checkpoint=CheckpointConfig(every=4, keep=1),
     )

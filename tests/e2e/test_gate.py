@@ -13,7 +13,7 @@ from lockstep.metrics.run_folder import read_rollouts
 from lockstep.metrics.sinks import read_jsonl
 from lockstep.recipes import load_recipe
 from lockstep.rollout.receiver import TorchReceiver
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import SMALL, assert_same_run, stable_rows
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,43 @@ def test_one_nan_from_the_engine_is_not_a_zero(tmp_path: Path, monkeypatch: pyte
     assert "not finite" in str(last["verdict/sentence"])
 
 
+def test_correct_switches_a_rejection_on_from_the_next_step_and_a_resume_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep import loop
+    from lockstep.driver import groups
+
+    sequence_of, train_on = groups.sequence_of, loop.train_on
+
+    def off_by_a_hundredth(prompt, completion):
+        if completion.request_id.endswith("/1"):
+            completion.logprobs[0] += 0.01
+        return sequence_of(prompt, completion)
+
+    def interrupted_at_step_5(parts, rollouts, step, stop):
+        if step == 5:
+            raise KeyboardInterrupt
+        return train_on(parts, rollouts, step, stop)
+
+    monkeypatch.setattr(groups, "sequence_of", off_by_a_hundredth)
+    settings = [*SMALL, "gate.far_factor=1e4", 'gate.action="correct"']
+    settings += ['gate.correction={reject=["icepop"], icepop_low=0.999, icepop_high=1.001}']
+    assert train(load_recipe("tiny-qwen3-moe", settings), tmp_path / "straight") == 0
+    monkeypatch.setattr(loop, "train_on", interrupted_at_step_5)
+    assert train(load_recipe("tiny-qwen3-moe", settings), tmp_path / "resumed") == 130
+    monkeypatch.setattr(loop, "train_on", train_on)
+    assert train(load_recipe("tiny-qwen3-moe", settings), tmp_path / "resumed") == 0
+
+    rows = stable_rows(tmp_path / "straight")[1:]
+    assert [row["verdict/status"] for row in rows] == ["warn", *["correct"] * 5]
+    assert [row.get("verdict/correcting_since") for row in rows] == [None, *[3] * 5]
+    assert [row.get("corrections/icepop_tokens") for row in rows] == [None, None, *[4] * 4]
+    assert [row["agreement/rejected"] for row in rows] == [0, 0, *[4] * 4]
+    assert "correction icepop is on from the next step" in str(rows[1]["verdict/sentence"])
+    assert "correction icepop is on since step 3" in str(rows[2]["verdict/sentence"])
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -117,7 +154,7 @@ def test_one_nan_from_the_engine_is_not_a_zero(tmp_path: Path, monkeypatch: pyte
         ['refit.transport="shared"'],
         ['rollout.fast_path="off"', "rollout.record_routes=true"],
         ['trainer.packing="padded"', "trainer.gradient_checkpointing=true"],
-        ['trainer.dtype="bfloat16"', 'rollout.dtype="bfloat16"', "gate.bound=0.2"],
+        ['trainer.dtype="bfloat16"', 'rollout.dtype="bfloat16"', 'gate.bounds=[{ bound = 0.2, evidence = "a test" }]'],
     ],
     ids=lambda settings: " ".join(settings)[:60],
 )

@@ -22,9 +22,9 @@ source = "random"
 model_type = "qwen3"
 [task]
 kind = "arithmetic"
-[gate]
+[[gate.bounds]]
 bound = 0.01
-reason = "test"
+evidence = "test"
 """
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from lockstep.config.algorithm_checks import RULES
 from lockstep.config.checks import check
+from lockstep.config.errors import ConfigError
+from lockstep.config.gate_checks import bounds_for
 from lockstep.config.keys import walk
-from lockstep.config.schema import PATH_KEYS, ArithmeticTask, GateConfig, GgufModel, RunConfig
+from lockstep.config.schema import PATH_KEYS, ArithmeticTask, BoundConfig, GateConfig, GgufModel, RunConfig
 from lockstep.config.toml_text import dotted
 from lockstep.config.tree import document_tree, merge, plain_values, section_tree
 
@@ -20,7 +22,7 @@ BASE = RunConfig(
     steps=20,
     model=GgufModel(package="some-weights"),
     task=ArithmeticTask(),
-    gate=GateConfig(bound=0.05, reason="test"),
+    gate=GateConfig(bounds=(BoundConfig(bound=0.05, evidence="test"),)),
 )
 
 
@@ -41,8 +43,34 @@ A, C = "algorithm", "algorithm.corrections"
 TEACHER = {"teacher.source": "path", "teacher.path": "/t"}
 DISTILL = {f"{A}.advantage": "distill", **TEACHER}
 FILE = {"task.kind": "file", "task.path": "/d.jsonl"}
+CORRECT = {"gate.action": "correct", "gate.correction.weight": "tis"}
+
+
+def a_bound(**fields: Any) -> dict[str, Any]:
+    return {"bound": 0.1, "evidence": "test", **fields}
+
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("a_bound_fits_the_run", {"gate.bounds": []}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"gate.bounds": [a_bound(dtype="float32")]}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"rollout.dtype": "float32", "gate.bounds": [a_bound(dtype="bfloat16")]}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"device": "cpu", "gate.bounds": [a_bound(hardware="cuda")]}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"gate.bounds": [a_bound(evidence=" ")]}, "gate.bounds"),
+    ("bounds_do_not_overlap", {"gate.bounds": [a_bound(), a_bound(hardware="cuda")]}, "gate.bounds"),
+    ("bounds_do_not_overlap", {"gate.bounds": [a_bound(dtype="bfloat16"), a_bound(hardware="cpu")]}, "gate.bounds"),
+    ("gate_correction_goes_with_correct", {"gate.action": "correct"}, "gate.correction"),
+    ("gate_correction_goes_with_correct", {"gate.correction.weight": "tis"}, "gate.correction"),
+    ("gate_correction_goes_with_correct", CORRECT | {f"{C}.weight": "tis"}, "gate.correction"),
+    (
+        "gate_correction_goes_with_correct",
+        {"gate.action": "correct", "gate.correction.reject": ["mis"], "gate.correction.bypass": True},
+        "gate.correction.bypass",
+    ),
+    ("bypass_excludes_weights", CORRECT | {"gate.correction.bypass": True}, "gate.correction.bypass"),
+    ("correction_bounds_are_ranges", CORRECT | {"gate.correction.weight_low": 3.0}, "gate.correction.weight_low"),
+    ("correction_settings_are_read", CORRECT | {"gate.correction.mis_low": 0.25}, "gate.correction.mis_low"),
+    ("hysteresis_can_fail", {"gate.breaches": 9}, "gate.breaches"),
+    ("hysteresis_can_fail", {"gate.baseline_steps": 0, "gate.drift_factor": 2.0}, "gate.drift_factor"),
     *[
         ("group_baseline_needs_a_group", {f"{A}.group_size": 1, f"{A}.advantage": name}, f"{A}.group_size")
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -201,6 +229,13 @@ ALLOWED: list[dict[str, Any]] = [
     {"task.template": "{a} plus {b}?"},
     FILE | {"task.heldout_path": "/h", "eval.num_problems": 1000},
     FILE | {"task.answer_key": None, "task.rewards": [{"name": "m:f"}]},
+    CORRECT,
+    CORRECT | {"gate.correction.weight_high": 5.0, f"{C}.weight": "tis"},
+    {"gate.action": "warn", "gate.breaches": 3, "gate.window": 3, "gate.baseline_steps": 0},
+    {"gate.bounds": [a_bound(hardware="cuda"), a_bound(hardware="cpu"), a_bound(metric="k3")]},
+    {"gate.bounds": [a_bound(dtype="bfloat16"), a_bound(dtype="float32"), a_bound(dtype="bfloat16/float32")]},
+    {"gate.bounds": [a_bound(dtype="bfloat16/float32")], "rollout.dtype": "float32"},
+    {"device": "cuda", "gate.bounds": [a_bound(hardware="cuda", shown=True)]},
 ]
 
 
@@ -222,6 +257,22 @@ def test_settings_that_agree_pass_all_rules(changes: dict[str, Any]) -> None:
 def test_every_rule_has_a_case_and_a_reason() -> None:
     assert {rule for rule, _, _ in REFUSED} == {function.__name__ for function in RULES}
     assert all(function.__doc__ for function in RULES)
+
+
+def test_bounds_are_chosen_by_device_and_dtypes_and_a_run_without_one_is_refused() -> None:
+    bounds = [
+        a_bound(hardware="cpu", dtype="bfloat16"),
+        a_bound(hardware="cuda", dtype="bfloat16", bound=0.2),
+        a_bound(dtype="bfloat16/float32", bound=0.3),
+        a_bound(hardware="cpu", metric="k3", bound=0.4),
+    ]
+    both = config_with({"gate.bounds": bounds})
+    assert [b.bound for b in bounds_for(both, "cpu")] == [0.1, 0.4]
+    assert [b.bound for b in bounds_for(both, "cuda")] == [0.2]
+    mixed = config_with({"gate.bounds": bounds, "rollout.dtype": "float32"})
+    assert [b.bound for b in bounds_for(mixed, "cuda")] == [0.3]
+    with pytest.raises(ConfigError, match=r"no bound for cuda in bfloat16 .*given: abs_diff/mean on cpu in any"):
+        bounds_for(config_with({"gate.bounds": [a_bound(hardware="cpu")]}), "cuda")
 
 
 def test_divisibility_message_has_both_numbers_and_the_valid_values() -> None:

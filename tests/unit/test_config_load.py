@@ -14,6 +14,7 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.load import dump_resolved, flatten, load_run_config, resolve_config
 from lockstep.config.schema import (
     ArithmeticTask,
+    BoundConfig,
     GateConfig,
     GgufModel,
     RandomModel,
@@ -27,7 +28,7 @@ BASE = RunConfig(
     steps=20,
     model=GgufModel(package="some-weights"),
     task=ArithmeticTask(max_operand=30),
-    gate=GateConfig(bound=0.05, reason="test"),
+    gate=GateConfig(bounds=(BoundConfig(bound=0.05, evidence="test"),)),
     trainer=TrainerConfig(learning_rate=1e-5),
 )
 TINY = RunConfig(
@@ -35,7 +36,7 @@ TINY = RunConfig(
     steps=3,
     model=RandomModel(model_type="qwen3", config={"hidden_size": 64, "sizes": [1, 2], "rope": {"theta": 1e4}}),
     task=ArithmeticTask(),
-    gate=GateConfig(bound=1e-5, reason="test"),
+    gate=GateConfig(bounds=(BoundConfig(bound=1e-5, evidence="test"),)),
 )
 
 
@@ -195,7 +196,7 @@ def test_a_key_unlike_any_other_gets_no_false_suggestion() -> None:
         ('task.operations=["+", "/"]', '"+", "-", "*"', ""),
         ("trainer=3", "a table with learning_rate", ""),
         ("model.source=ggfu", '"path", "gguf", "random"', ""),
-        ("gate.reason=2026-01-01", "", "quote it"),
+        ("description=2026-01-01", "", "quote it"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_is_refused_with_what_is_allowed(
@@ -328,7 +329,7 @@ def test_any_dump_loads_to_the_same_configuration(
         steps=3,
         model=RandomModel(model_type="qwen3", config=free),
         task=ArithmeticTask(),
-        gate=GateConfig(bound=1e-5, reason=text),
+        gate=GateConfig(bounds=(BoundConfig(bound=1e-5, evidence=f"seen: {text}"),)),
         trainer=TrainerConfig(learning_rate=rate, clip_grad_norm=clip),
         rollout=BASE.rollout.model_copy(update={"stop_strings": tuple(stops)}),
     )

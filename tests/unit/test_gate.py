@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.config.schema import GateConfig
+from lockstep.config.schema import BoundConfig, GateConfig
 from lockstep.interfaces import LogProbs
 from lockstep.parity.gate import Gate
 from lockstep.parity.measure import measure_scores, measure_step, token_context
@@ -37,8 +37,13 @@ def trained(rollouts: list[Rollout], offset: float = 0.0) -> dict[str, np.ndarra
     }
 
 
-def gate(**changes) -> Gate:
-    return Gate(GateConfig(**({"bound": 0.01, "reason": "measured on this recipe"} | changes)))
+def gate(metric: str = "abs_diff/mean", bound: float = 0.01, **changes) -> Gate:
+    """One bound; a value twice as large fails at once, even over the few tokens of these records."""
+    limit = BoundConfig.model_validate(
+        {"metric": metric, "bound": bound, "evidence": "measured on this recipe", "shown": True}
+    )
+    config = GateConfig(**({"bounds": (limit,), "min_tokens": 1} | changes))
+    return Gate(config, config.bounds)
 
 
 def test_agreement_within_the_bound_passes_and_above_it_stops_or_warns():
@@ -68,6 +73,7 @@ def test_one_non_finite_value_fails_whatever_the_mean(value):
     assert verdict.status == "stop"
     assert verdict.value == 0.0
     assert "1 log-prob pairs are not finite" in verdict.sentence
+    assert gate(bound=1000.0, action="warn").judge(measure_step(logprobs, rollouts, version=2), 1).status == "stop"
     assert "row 7, token 4" in verdict.sentence
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.errors import ConfigError
-from lockstep.config.schema import ArithmeticTask, GateConfig, GgufModel, RunConfig
+from lockstep.config.schema import ArithmeticTask, BoundConfig, GateConfig, GgufModel, RunConfig
 from lockstep.hardware.cpu import Cpu, detect_cpu
 from lockstep.hardware.cuda import Cuda, Gpu, detect_cuda
 from lockstep.hardware.doctor import examine, render
@@ -42,7 +42,7 @@ def run_config(**changes: object) -> RunConfig:
         steps=1,
         model=GgufModel(package="p"),
         task=ArithmeticTask(),
-        gate=GateConfig(bound=0.1, reason="test"),
+        gate=GateConfig(bounds=(BoundConfig(bound=0.1, evidence="test"),)),
     )
     return config.model_copy(update=changes)
 

@@ -79,14 +79,20 @@ def _accuracy(run: RunData) -> Chart:
 def gate_metric(run: RunData) -> str:
     """Name of the judged metric, as the last row says, or else the configuration, or else the usual one."""
     recorded = [row["agreement/metric"] for row in run.rows if isinstance(row.get("agreement/metric"), str)]
-    configured = run.setting("gate.metric")
+    configured = _first_bound(run).get("metric")
     return str(recorded[-1] if recorded else configured or "abs_diff/mean")
 
 
 def gate_bound(run: RunData) -> float | None:
     """The bound in force at the last judged step, or else the configured one."""
     recorded = [value for value in run.column("agreement/bound") if value is not None and math.isfinite(value)]
-    return recorded[-1] if recorded else number(run.setting("gate.bound"))
+    return recorded[-1] if recorded else number(_first_bound(run).get("bound"))
+
+
+def _first_bound(run: RunData) -> dict[str, object]:
+    """The first bound of the configuration; empty where none is recorded."""
+    bounds = run.setting("gate.bounds")
+    return bounds[0] if isinstance(bounds, list) and bounds and isinstance(bounds[0], dict) else {}
 
 
 def _agreement(run: RunData) -> Chart:
@@ -95,9 +101,11 @@ def _agreement(run: RunData) -> Chart:
     context = [name for name in ("abs_diff/mean", "abs_diff/p99", "abs_diff/max") if name != judged]
     for color, other in enumerate(context, start=2):
         series += _series(run, f"agreement/{other}", other, color, faint=True)
-    bounds = {value for value in run.column("agreement/bound") if value is not None}
+    judged_rows = [row for row in run.rows if row.get("agreement/metric") == judged]
+    bounds = {value for row in judged_rows if (value := number(row.get("agreement/bound"))) is not None}
     changed = f" The bound had {len(bounds)} values during the run; the last one is drawn." if len(bounds) > 1 else ""
-    reason = run.setting("gate.reason")
+    recorded = [row["verdict/evidence"] for row in judged_rows if isinstance(row.get("verdict/evidence"), str)]
+    reason = recorded[-1] if recorded else _first_bound(run).get("evidence")
     note = f"Bound: {reason}" if isinstance(reason, str) else "The reason for the bound is not recorded."
     return {
         "id": "agreement",

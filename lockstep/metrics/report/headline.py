@@ -59,7 +59,7 @@ def _verdict(run: RunData) -> dict[str, str]:
         text, level = f"agreement held at all {total} steps" if total > 1 else "agreement held at its one step", "good"
     else:
         listed = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        soft = set(counts) <= {"pass", "warn", "unjudged"}
+        soft = set(counts) <= {"pass", "warn", "correct", "unjudged"}
         text, level = f"verdicts: {listed}", "warn" if soft else "bad"
     return {"text": text, "level": level, "sentence": f"Last verdict: {sentences[-1]}" if sentences else ""}
 
