@@ -17,9 +17,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
-from lockstep.agreement import Agreement, TokenPair
 from lockstep.records import Rollout
+
+if TYPE_CHECKING:  # the report reads these lines and does without torch
+    from lockstep.agreement import Agreement, TokenPair
 
 BEFORE_TOKENS, AFTER_TOKENS = 24, 8
 
