@@ -30,6 +30,7 @@ TOLD_ERRORS = {
     ("lockstep.metrics.run_folder", "RunFolderError"): EXIT_USAGE,
     ("lockstep.metrics.checkpoints", "CheckpointError"): EXIT_FAILED,
     ("lockstep.train.checkpoint", "CheckpointError"): EXIT_FAILED,
+    ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
 }

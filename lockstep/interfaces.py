@@ -21,6 +21,7 @@ from lockstep.records import (
     Manifest,
     OptimOutput,
     Problem,
+    RouteArray,
     Score,
     Sequence,
     StepOutput,
@@ -36,12 +37,13 @@ class LogProbs:
     """Log-probs of one sequence's tokens under one policy version.
 
     ``logprobs`` [T] float32 (index t belongs to token t; index 0 is NaN: it has no context), ``routes``
-    [T-1, L, K] expert ids if the model has experts and they were asked for, ``top1`` [T] argmax token ids (-1 at 0).
+    [T-1, L, K] the expert ids that its routers chose, if it has experts and they were asked for, ``top1`` [T] argmax
+    token ids (-1 at 0).
     """
 
     logprobs: FloatArray
     version: int
-    routes: np.ndarray | None = None
+    routes: RouteArray | None = None
     top1: np.ndarray | None = None
 
 

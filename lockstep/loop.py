@@ -39,7 +39,7 @@ from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
 from lockstep.parity.measure import measure_step, token_context
 from lockstep.parity.rows import agreement_row, token_details
-from lockstep.records import Batch, FloatArray, Rollout, TrainSequence
+from lockstep.records import Batch, FloatArray, Rollout, RouteArray, TrainSequence
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.spans import Recorder, recording, span
 from lockstep.train.advantages import prepare
@@ -91,10 +91,12 @@ def run_sync(
 
 @dataclass(slots=True)
 class Trained:
-    """What training on a batch yielded: log-probs by sequence id, metrics, and the verdict once it is there."""
+    """What training on a batch yielded: log-probs and the trainer's expert ids by sequence id, metrics, and the
+    verdict and the difference by place once they are there."""
 
     items: tuple[TrainSequence, ...]
     logprobs: dict[str, FloatArray]
+    routes: dict[str, RouteArray]
     metrics: Row
     num_forward_tokens: int = 0
     verdict: Verdict | None = None
@@ -123,9 +125,12 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
         live=scores.live,
     )
     live = {key: scored.logprobs for key, scored in (scores.live or {}).items()}
+    live_routes = {key: scored.routes for key, scored in (scores.live or {}).items() if scored.routes is not None}
     split = split_for_optimizer(prepared.items, config.optimizer_steps_per_batch)
     steps = [apply_corrections(items, scores.live, config.corrections) for items in split]
-    trained = Trained(tuple(item for corrected in steps for item in corrected.items), live, dict(prepared.metrics))
+    trained = Trained(
+        tuple(item for corrected in steps for item in corrected.items), live, live_routes, dict(prepared.metrics)
+    )
     if step == 1:
         trained.metrics.update(self_agreement(parts, rollouts))
     by_step: list[dict[str, float]] = []
@@ -136,7 +141,8 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
         by_step.append(corrected.metrics | output.metrics | {"loss": output.loss})
         trained.num_forward_tokens += output.num_forward_tokens
         if trained.verdict is None:
-            trained.logprobs = trained.logprobs or output.logprobs
+            if not trained.logprobs:
+                trained.logprobs, trained.routes = output.logprobs, output.routes
             trained.verdict = judge(parts, rollouts, trained, step)
             if trained.stopped:
                 parts.trainer.drop_gradients()
@@ -160,7 +166,9 @@ def judge(parts: Parts, rollouts: tuple[Rollout, ...], trained: Trained, step: i
     """
     with span("agreement"):
         seen = [r for r in rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
-        agreement = measure_step(trained.logprobs, seen, parts.trainer.version, items=trained.items)
+        agreement = measure_step(
+            trained.logprobs, seen, parts.trainer.version, items=trained.items, train_routes=trained.routes
+        )
         verdict = parts.gate.judge(agreement, step, token_context(seen, parts.decode))
         trained.places = agreement_row(agreement, step, token_details(seen, parts.decode))
     trained.metrics.update(agreement.flat() | verdict.flat())

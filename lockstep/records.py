@@ -25,6 +25,34 @@ RolloutStatus = Literal["finished", "truncated", "aborted", "failed"]
 NOT_SAMPLED = -1
 """Value of ``versions`` and ``kv_versions`` at positions that no policy sampled (the prompt)."""
 
+RouteArray = NDArray[np.uint8 | np.uint16]
+"""Expert ids [positions, L, K] in the smallest unsigned type that holds them beside the flag for *missing*, which is
+the type's largest value: one byte each up to 255 experts, two bytes above."""
+
+
+def route_dtype(num_experts: int) -> np.dtype:
+    """The type of a ``RouteArray`` for this many experts. Raises ValueError above 65535."""
+    for kind in (np.uint8, np.uint16):
+        if num_experts <= np.iinfo(kind).max:
+            return np.dtype(kind)
+    raise ValueError(f"{num_experts} experts: ids of at most 65535 fit into two bytes beside the flag for missing")
+
+
+def compact_routes(ids: NDArray[np.signedinteger], num_experts: int) -> RouteArray:
+    """Expert ids with -1 for missing as a ``RouteArray``. Raises ValueError for an id that is no expert."""
+    if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):
+        raise ValueError(f"expert ids from {ids.min()} to {ids.max()} for {num_experts} experts")
+    # -1 becomes the largest value of the unsigned type: the flag.
+    return ids.astype(route_dtype(num_experts))
+
+
+def signed_routes(routes: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Expert ids with -1 for missing, of a ``RouteArray`` (or of ids that are signed already)."""
+    signed = routes.astype(np.int32)
+    if routes.dtype.kind == "u":
+        signed[routes == np.iinfo(routes.dtype).max] = -1
+    return signed
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -60,8 +88,8 @@ class Completion:
     """What an engine sampled for one request. All arrays have the length of ``tokens``: there is no synthetic token.
 
     A stop token is part of ``tokens`` (it was sampled); a stop string ends the completion after the token that
-    completed it. ``routes`` [P + n - 1, L, K] holds expert ids for every position whose forward ran, -1 where the
-    position was served from a cache that kept no ids.
+    completed it. ``routes`` [P + n - 1, L, K] holds expert ids for every position whose forward ran, flagged as missing
+    where the position was served from a cache that kept no ids.
     """
 
     request_id: str
@@ -70,7 +98,7 @@ class Completion:
     versions: IntArray  # [n] policy version that sampled the token
     kv_versions: IntArray  # [n] oldest version among the cached keys and values that it attended to
     finish_reason: FinishReason
-    routes: NDArray[np.int16] | None = None
+    routes: RouteArray | None = None
     error: str | None = None
 
 
@@ -93,7 +121,7 @@ class Sequence:
     logprobs: FloatArray  # [T] what the engine reported
     versions: IntArray  # [T]
     kv_versions: IntArray  # [T]
-    routes: NDArray[np.int16] | None = None  # [T-1, L, K], -1: missing
+    routes: RouteArray | None = None  # [T-1, L, K] expert ids of the engine, by the position that was fed
 
     def __post_init__(self) -> None:
         lengths = {
@@ -103,6 +131,22 @@ class Sequence:
             raise ValueError(f"sequence {self.sequence_id}: arrays differ in length: {lengths}")
         if len(self.tokens) and self.loss_mask[0]:
             raise ValueError(f"sequence {self.sequence_id}: the first token has no context and can't be trained on")
+        self._check_routes()
+
+    def _check_routes(self) -> None:
+        """Nothing is cut, padded or widened here: ids of another length belong to another sequence."""
+        routes = self.routes
+        if routes is None:
+            return
+        if routes.ndim != 3 or len(routes) != len(self.tokens) - 1:
+            raise ValueError(
+                f"sequence {self.sequence_id}: expert ids have shape {routes.shape}; {len(self.tokens)} tokens need "
+                f"[{len(self.tokens) - 1}, layers, experts per token]"
+            )
+        if routes.dtype not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"sequence {self.sequence_id}: expert ids are {routes.dtype}, expected uint8 or uint16 (compact_routes)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +228,8 @@ class StepOutput:
     """Result of a forward-backward: the loss, the log-probs [T] per sequence of that very forward, and metrics.
 
     Log-probs are float32 of the sampling distribution and finite or not as the model gave them: nothing is zeroed.
-    Positions where nothing was computed hold NaN only outside the sequence's ``loss_mask``.
+    Positions where nothing was computed hold NaN only outside the sequence's ``loss_mask``. ``routes`` [T-1, L, K]:
+    the experts that the trainer's own routers chose in it, for sequences that carry the engine's.
     """
 
     loss: float
@@ -192,6 +237,7 @@ class StepOutput:
     metrics: dict[str, float]
     num_micro_batches: int
     num_forward_tokens: int
+    routes: dict[str, RouteArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,18 @@ def masters_are_not_coarser(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def replayed_routes_are_recorded(config: RunConfig) -> Iterator[Violation]:
+    """Routing replay runs the experts that came with the rollout, so the engine has to record them."""
+    if config.trainer.routing_replay and not config.rollout.record_routes:
+        yield Violation(
+            "trainer.routing_replay",
+            "replays expert ids that the engine does not record",
+            "set rollout.record_routes = true",
+            ("rollout.record_routes",),
+        )
+
+
+@rule
 def shared_weights_have_one_dtype(config: RunConfig) -> Iterator[Violation]:
     """The shared transport aliases the trainer's live weights, so both sides have their dtype."""
     if config.refit.transport == "shared" and config.rollout.dtype != config.trainer.dtype:

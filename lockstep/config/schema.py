@@ -261,6 +261,10 @@ class TrainerConfig(Section):
     dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the forward and backward.")
     master_dtype: Dtype = Field(default="float32", description="Master weights and Adam moments.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
+    routing_replay: bool = Field(
+        default=False,
+        description="MoE: run the experts that the engine recorded with each rollout; their weights are the trainer's.",
+    )
     micro_batch_tokens: int = Field(
         default=4096, ge=1, description="Token budget of one micro-batch (padding included)."
     )

@@ -34,6 +34,7 @@ def run_supervised(
                 "schedule": "constant",
                 "warmup_steps": 0,
                 "decay_start_step": 0,
+                "routing_replay": False,  # no engine has run these texts
             }
         ),
         total_optimizer_steps=settings.steps,

@@ -25,8 +25,9 @@ rollout_logprobs   list<float>  [T]  what the engine reported
 train_logprobs     list<float>? [T]  what the trainer computed at the same version; null: it did not see the sequence
 versions           list<int32>  [T]  policy version that sampled the token, -1 in the prompt
 kv_versions        list<int32>  [T]  oldest version in the cache that the token attended to
-routes             binary?           int16, little endian, [T-1, L, K]; null: not recorded
-routes_shape       list<int32>?
+routes             binary?           expert ids [T-1, L, K] by the position that was fed: one byte each, or two (little
+                                     endian) above 255 experts; all bits set: missing; null: not recorded
+routes_shape       list<int32>?      [T-1, L, K]; with the length of routes it gives the bytes of an id
 =================  ================  ===================================================================================
 
 Log-probs are stored as they are: NaN and infinities survive.
@@ -35,6 +36,7 @@ Log-probs are stored as they are: NaN and infinities survive.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ import pyarrow.parquet as pq
 
 from lockstep.metrics.durable import replace_file
 from lockstep.metrics.metric import decode_nonfinite, encode_nonfinite
-from lockstep.records import FloatArray, IntArray, Rollout, Sequence
+from lockstep.records import FloatArray, IntArray, Rollout, RouteArray, Sequence
 
 TokenTexts = Callable[[IntArray], Seq[str]]
 """Text of each token by itself: token ids [T] to T strings."""
@@ -164,9 +166,13 @@ def _to_row(
         "train_logprobs": None if train is None else np.asarray(train, np.float32),
         "versions": sequence.versions,
         "kv_versions": sequence.kv_versions,
-        "routes": None if sequence.routes is None else np.ascontiguousarray(sequence.routes, "<i2").tobytes(),
+        "routes": None if sequence.routes is None else _little_endian(sequence.routes).tobytes(),
         "routes_shape": None if sequence.routes is None else list(sequence.routes.shape),
     }
+
+
+def _little_endian(routes: RouteArray) -> np.ndarray:
+    return np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
 
 
 def _storable(text: str) -> str:
@@ -177,7 +183,9 @@ def _storable(text: str) -> str:
 def _from_row(row: dict) -> RecordedSequence:
     routes = None
     if row["routes"] is not None:
-        routes = np.frombuffer(row["routes"], "<i2").reshape(row["routes_shape"]).astype(np.int16)
+        shape = tuple(row["routes_shape"])
+        kind = np.uint8 if len(row["routes"]) == math.prod(shape) else np.uint16
+        routes = np.frombuffer(row["routes"], np.dtype(kind).newbyteorder("<")).reshape(shape).astype(kind)
     sequence = Sequence(
         sequence_id=row["sequence_id"],
         tokens=np.array(row["tokens"], np.int32),

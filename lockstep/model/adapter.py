@@ -8,11 +8,13 @@ architecture without a table.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lockstep.records import RouteArray, route_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +83,19 @@ def _body_returns(body: torch.nn.Module, hidden: torch.Tensor) -> Iterator[None]
 def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model's MoE routers in layer order. In transformers 5 a router returns (logits, scores, expert ids)."""
     return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+def num_experts(model: torch.nn.Module) -> int:
+    """Routed experts of a MoE layer, of the widest if layers differ. ValueError for a model without experts."""
+    counts = [int(router.num_experts) for router in routers(model)]  # pyright: ignore[reportArgumentType]
+    if not counts:
+        raise ValueError(f"{type(model).__name__} has no routers of experts")
+    return max(counts)
+
+
+def stacked_routes(layers: Sequence[torch.Tensor], num_experts: int) -> RouteArray:
+    """Expert ids [..., L, K] of the layers' [..., K], as they travel with a sequence."""
+    return torch.stack(list(layers), dim=-2).cpu().numpy().astype(route_dtype(num_experts))
 
 
 @contextmanager

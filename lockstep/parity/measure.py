@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.agreement import Agreement, TokenPair, measure
 from lockstep.interfaces import LogProbs
-from lockstep.records import FloatArray, Rollout, Sequence, TrainSequence
+from lockstep.records import FloatArray, Rollout, RouteArray, Sequence, TrainSequence, signed_routes
 
 
 def measure_step(
@@ -23,12 +23,15 @@ def measure_step(
     version: int,
     *,
     items: Seq[TrainSequence] | None = None,
+    train_routes: Mapping[str, RouteArray] | None = None,
 ) -> Agreement:
     """Agreement of one rollout batch.
 
     ``logprobs`` [T] by ``sequence_id``: of the training forward. ``version``: the trainer's at that forward; tokens
     sampled, or attending to a cache, at another version are stale. ``items``: what was trained on, to count the tokens
-    that truncation policy and rejections dropped. ``worst.row`` counts the sequences of ``rollouts`` in order.
+    that truncation policy and rejections dropped. ``train_routes`` [T-1, L, K] by ``sequence_id``: experts that the
+    trainer's routers chose, compared with the engine's where a sequence carries them. ``worst.row`` counts the
+    sequences of ``rollouts`` in order.
 
     Raises ValueError if log-probs of a sampled sequence are missing or of the wrong length.
     """
@@ -38,6 +41,7 @@ def measure_step(
     if items is not None:
         trained = {item.sequence.sequence_id: item.loss_mask for item in items}
         rejected = [s.loss_mask & ~trained.get(s.sequence_id, np.zeros_like(s.loss_mask)) for s in sequences]
+    routes = _route_pairs(train_routes or {}, sequences)
     return measure(
         [_of(logprobs, sequence) for sequence in sequences],
         [s.logprobs for s in sequences],
@@ -48,6 +52,8 @@ def measure_step(
         kv_versions=[s.kv_versions for s in sequences],
         version=version,
         rejected=rejected,
+        train_routes=None if routes is None else routes[0],
+        rollout_routes=None if routes is None else routes[1],
     )
 
 
@@ -122,6 +128,29 @@ def _of(logprobs: Mapping[str, FloatArray], sequence: Sequence) -> FloatArray:
     return values
 
 
+def _route_pairs(
+    train: Mapping[str, RouteArray], sequences: Seq[Sequence]
+) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """Both sides' expert ids [T, L, K] of every sequence, -1 where a side has none; None if no sequence has both."""
+    shapes = {s.routes.shape[1:] for s in sequences if s.routes is not None and s.sequence_id in train}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"expert ids of sequences differ in layers or experts per token: {sorted(shapes)}")
+    shape = shapes.pop()
+
+    def side(sequence: Sequence, routes: np.ndarray | None) -> np.ndarray:
+        if routes is None:
+            return np.full((len(sequence.tokens), *shape), -1, dtype=np.int32)
+        if routes.shape != (len(sequence.tokens) - 1, *shape):
+            expected = (len(sequence.tokens) - 1, *shape)
+            raise ValueError(f"sequence {sequence.sequence_id}: expert ids {routes.shape}, expected {expected}")
+        return _at_token(routes)
+
+    return [side(s, train.get(s.sequence_id)) for s in sequences], [side(s, s.routes) for s in sequences]
+
+
 def _at_token(routes: np.ndarray) -> np.ndarray:
     """[T-1, L, K] by forward position → [T, L, K] by the token whose log-prob that forward gave (−1 at token 0)."""
-    return np.concatenate([np.full((1, *routes.shape[1:]), -1, dtype=routes.dtype), routes])
+    signed = signed_routes(routes)
+    return np.concatenate([np.full((1, *signed.shape[1:]), -1, dtype=signed.dtype), signed])

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lockstep.model.adapter import num_experts, routers, stacked_routes
 from lockstep.rollout.decode_attention import decode_attention
 from lockstep.rollout.decoding import DecoderState, Prefilled
 from lockstep.rollout.experts import run_experts
@@ -93,6 +94,7 @@ class FastDecoder(ModuleDecoder):
         self.model = model
         self.layers = [_Layer(f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
         self.head = FusedLinear(["lm_head.weight"], [model.lm_head])
+        self.num_experts = num_experts(model) if routers(model) else 0
 
     def prefill(
         self, sequences: Sequence[torch.Tensor], *, keep_cache: bool, want_routes: bool, max_tokens: int
@@ -203,32 +205,33 @@ class SlotState:
         order = torch.tensor(rows)  # order[i]: row of the i-th given slot
         if not in_order:
             tokens = torch.empty_like(tokens).index_copy_(0, order, tokens)
-        hidden, routes = self._forward(tokens, want_routes)
+        hidden, experts = self._forward(tokens)
         if not in_order:
             hidden = hidden[order]
-            routes = None if routes is None else routes[order]
-        return self._decoder.logits(hidden), None if routes is None else routes.numpy()
+            experts = [ids[order] for ids in experts]
+        routes = stacked_routes(experts, self._decoder.num_experts) if want_routes and experts else None
+        return self._decoder.logits(hidden), routes
 
-    def _forward(self, tokens: torch.Tensor, want_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append one token to each row: final hidden states [n, H] and, if asked for, expert ids [n, L, K]."""
+    def _forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Append one token to each row: final hidden states [n, H] and each MoE layer's expert ids [n, K]."""
         self._reserve(max(self._lengths) + 1)
         positions = torch.tensor(self._lengths)
         cosines, sines = self._cosines[positions], self._sines[positions]
         lengths = positions + 1
         target = self._targets(positions)
         hidden = F.embedding(tokens, self._decoder.model.model.embed_tokens.weight)
-        routes: list[torch.Tensor] = []
+        chosen: list[torch.Tensor] = []
         for index, layer in enumerate(self._decoder.layers):
             qkv = layer.qkv(rms_norm(layer.input_norm, hidden))
             attended = self._attend(layer, self._cache[index], qkv, (cosines, sines), target, lengths)
             hidden = hidden + layer.output(attended)
             fed, experts = layer.feed_forward(rms_norm(layer.post_norm, hidden))
             hidden = hidden + fed
-            if want_routes and experts is not None:
-                routes.append(experts)
+            if experts is not None:
+                chosen.append(experts)
         self._lengths = [length + 1 for length in self._lengths]
         hidden = rms_norm(self._decoder.model.model.norm, hidden)
-        return hidden, torch.stack(routes, dim=1).to(torch.int16) if routes else None
+        return hidden, chosen
 
     def _targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Where a layer's new keys and values go, as rows of the cache seen as [.., head size]: [n · 2 · kv heads], in

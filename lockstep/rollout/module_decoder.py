@@ -15,17 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.model.adapter import SplitModel, recorded_routes
+from lockstep.model.adapter import SplitModel, num_experts, recorded_routes, stacked_routes
 from lockstep.rollout import cache_rows
 from lockstep.rollout.decoding import DecoderState, Prefilled
-
-
-def stacked_routes(records: list[list[torch.Tensor]], batch: int, length: int) -> np.ndarray | None:
-    """Expert ids [B, T, L, K] int16 of one forward's records; None for a model without experts."""
-    if not records:
-        return None
-    layers = [record[-1].reshape(batch, length, -1) for record in records]
-    return torch.stack(layers, dim=2).to(torch.int16).numpy()
 
 
 def run_body(
@@ -36,7 +28,10 @@ def run_body(
         return split.hidden(input_ids, cache=cache), None
     with recorded_routes(split.model) as records:
         hidden = split.hidden(input_ids, cache=cache)
-    return hidden, stacked_routes(records, *input_ids.shape)
+    if not records:
+        return hidden, None
+    layers = [record[-1].reshape(*input_ids.shape, -1) for record in records]
+    return hidden, stacked_routes(layers, num_experts(split.model))
 
 
 class ModuleDecoder:

@@ -65,7 +65,7 @@ class Running:
         """What was sampled so far, as the record that the caller gets."""
         routes = None
         if self.request.want_routes and self.routes:
-            length = len(self.request.prompt_tokens) + max(len(self.tokens) - 1, 0)
+            length = len(self.request.prompt_tokens) + len(self.tokens) - 1
             routes = np.concatenate(self.routes)[:length]
         return Completion(
             request_id=self.request.request_id,

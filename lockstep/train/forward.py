@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from lockstep.interfaces import LogProbs
-from lockstep.model.adapter import SplitModel, recorded_routes, routers
+from lockstep.model.adapter import SplitModel, num_experts, recorded_routes, stacked_routes
 from lockstep.model.architectures import architecture_of, choose_packing
-from lockstep.records import Sequence
+from lockstep.records import RouteArray, Sequence
 from lockstep.train.packing import Layout, MicroBatch, WantedTokens, plan
+from lockstep.train.routing_replay import RoutingReplay
 from lockstep.train.row_attention import RowLayout, row_attention
 from lockstep.train.token_logprobs import TokenLogProbs
 
@@ -36,7 +37,8 @@ class ForwardOutput:
 class PolicyForward:
     """Log-probs of the sampling distribution under ``model``, by micro-batches of a token budget.
 
-    ``packing`` "auto" takes the densest layout that is exact for the architecture. The model isn't changed.
+    ``packing`` "auto" takes the densest layout that is exact for the architecture. ``routing_replay``: the experts that
+    run are those that sequences carry. The model isn't changed.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PolicyForward:
         micro_batch_tokens: int = 4096,
         chunk_tokens: int = 512,
         packing: Packing = "auto",
+        routing_replay: bool = False,
     ) -> None:
         self.split = SplitModel(model)
+        self.replay = RoutingReplay(model) if routing_replay else None
         self.head = TokenLogProbs(
             self.split, temperature=temperature, vocab_limit=vocab_limit, chunk_tokens=chunk_tokens
         )
@@ -69,9 +73,54 @@ class PolicyForward:
         """Micro-batches of these sequences in the layout and budget of this forward."""
         return plan(sequences, self.layout, self.max_tokens)
 
+    def wanted(self, sequence: Sequence, mask: np.ndarray) -> WantedTokens:
+        """What ``plan`` needs of a sequence whose log-probs at ``mask`` [T] are wanted. With replay its expert ids are
+        checked (RoutingReplayError)."""
+        replays = self.replay is not None and mask.any()
+        return WantedTokens(sequence.tokens, mask, self.replay.check(sequence) if self.replay and replays else None)
+
     def attention(self) -> AbstractContextManager[None]:
         """To be held over a forward *and* its backward, which may run layers again (gradient checkpointing)."""
         return row_attention(self.split.model.config) if self.flat else nullcontext()
+
+    @contextmanager
+    def running(
+        self, batch: MicroBatch, sequences: Seq[Sequence], wanted: Seq[WantedTokens], *, record_routes: bool = False
+    ) -> Iterator[list[list[torch.Tensor]]]:
+        """``attention()`` with the expert ids of ``batch`` replayed; held over a forward and its backward as well.
+
+        ``sequences`` and ``wanted`` are the planner's input. Yields what ``routes_of`` turns into expert ids: the
+        routers' own choices, before a replay replaces them; nothing if ``record_routes`` is off.
+        """
+        with ExitStack() as stack:
+            # Hooks run in order of registration: record first, then replace.
+            records: list[list[torch.Tensor]] = []
+            if record_routes:
+                records = stack.enter_context(recorded_routes(self.split.model))
+            if self.replay is not None:
+                known = {index: routes for index in batch.members if (routes := wanted[index].routes) is not None}
+                ids = self.replay.pack(batch, sequences, known)
+                if self.flat and batch.segments is not None:
+                    ids = ids[batch.segments.ravel() >= 0]
+                stack.enter_context(self.replay.replayed(self._tensor(ids)))
+            stack.enter_context(self.attention())
+            yield records
+
+    def routes_of(
+        self, batch: MicroBatch, sequences: Seq[Sequence], records: list[list[torch.Tensor]]
+    ) -> Iterator[tuple[str, RouteArray]]:
+        """(sequence id, expert ids [T-1, L, K]) of a micro-batch's members, flagged missing at positions that it did
+        not run. ``records`` are those of ``running``; nothing for a model without experts."""
+        if not records:
+            return
+        # A backward that runs layers again records again; the first record is the forward's.
+        chosen = stacked_routes([record[0] for record in records], num_experts(self.split.model))
+        for index, inputs in batch.inputs.items():
+            sequence = sequences[index]
+            missing = np.iinfo(chosen.dtype).max
+            found = np.full((len(sequence.tokens) - 1, *chosen.shape[1:]), missing, dtype=chosen.dtype)
+            found[: len(inputs)] = chosen[self._model_positions(batch, inputs)]
+            yield sequence.sequence_id, found
 
     def __call__(self, batch: MicroBatch, *, top1: bool = False) -> ForwardOutput:
         """Run one micro-batch inside ``attention()``, with a gradient if autograd is on."""
@@ -134,32 +183,26 @@ class PolicyForward:
     ) -> dict[str, LogProbs]:
         """Log-probs without a gradient, NaN (top-1: -1) where none was asked for.
 
-        ``positions`` "all" scores the prompt too, except token 0. ``routes`` adds expert ids [T-1, L, K], -1 at
-        positions that this forward did not run (after the last position asked for).
+        ``positions`` "all" scores the prompt too, except token 0. ``routes`` adds the expert ids
+        [T-1, L, K] that the model's own routers chose, flagged missing at positions that this forward did not run
+        (after the last position asked for).
         """
-        wanted = [WantedTokens(sequence.tokens, _wanted(sequence, positions)) for sequence in sequences]
+        wanted = [self.wanted(sequence, _wanted(sequence, positions)) for sequence in sequences]
         scores = [np.full(len(sequence.tokens), np.nan, dtype=np.float32) for sequence in sequences]
         best = [np.full(len(sequence.tokens), -1, dtype=np.int32) for sequence in sequences]
-        experts: list[np.ndarray | None] = [None] * len(sequences)
+        experts: dict[str, RouteArray] = {}
         for batch in self.plan(wanted):
-            recorder: AbstractContextManager[list[list[torch.Tensor]]] = nullcontext([])
-            if routes and routers(self.split.model):
-                recorder = recorded_routes(self.split.model)
-            with recorder as records, self.attention():
+            with self.running(batch, sequences, wanted, record_routes=routes) as records:
                 output = self(batch, top1=top1)
             for index, places, where in by_sequence(batch):
                 scores[index][places] = output.logprobs[where].cpu().numpy()
                 if output.top1 is not None:
                     best[index][places] = output.top1[where].cpu().numpy()
-            if records:
-                # [flat positions, L, K]
-                chosen = torch.stack([torch.cat(record) for record in records], dim=1).to(torch.int16).cpu().numpy()
-                for index, inputs in batch.inputs.items():
-                    found = np.full((len(sequences[index].tokens) - 1, *chosen.shape[1:]), -1, dtype=np.int16)
-                    found[: len(inputs)] = chosen[self._model_positions(batch, inputs)]
-                    experts[index] = found
+            experts.update(self.routes_of(batch, sequences, records))
         return {
-            sequence.sequence_id: LogProbs(scores[i], version, experts[i], best[i] if top1 else None)
+            sequence.sequence_id: LogProbs(
+                scores[i], version, experts.get(sequence.sequence_id), best[i] if top1 else None
+            )
             for i, sequence in enumerate(sequences)
         }
 

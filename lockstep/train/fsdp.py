@@ -25,12 +25,12 @@ from lockstep.hardware.allocator import keep_freed_pages
 from lockstep.interfaces import LogProbs, LossTokens, Objective
 from lockstep.model.architectures import freeze_untrained
 from lockstep.model.load import torch_dtype
-from lockstep.records import Batch, FloatArray, OptimOutput, Sequence, StepOutput, TrainSequence
+from lockstep.records import Batch, FloatArray, OptimOutput, RouteArray, Sequence, StepOutput, TrainSequence
 from lockstep.spans import span
 from lockstep.train.checkpoint import load_tensors, save_tensors
 from lockstep.train.forward import PolicyForward, by_sequence
 from lockstep.train.optimizer import MasterOptimizer
-from lockstep.train.packing import MicroBatch, WantedTokens
+from lockstep.train.packing import MicroBatch
 from lockstep.train.weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class FsdpTrainer:
             micro_batch_tokens=config.micro_batch_tokens,
             chunk_tokens=config.logprob_chunk_tokens,
             packing=config.packing,
+            routing_replay=config.routing_replay,
         )
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = MasterOptimizer(trainable, config, total_optimizer_steps)
@@ -123,15 +124,24 @@ class FsdpTrainer:
             for item in batch.items
         }
         loss, sums = 0.0, defaultdict(float)
+        routes: dict[str, RouteArray] = {}
+        without_ids = [0, 0]  # (token, layer) pairs that the trainer routes itself, and those that are replayed
         num_micro_batches = num_forward_tokens = 0
         with self.optimizer.accumulating():
             for with_gradient in (True, False):
                 items = [item for item, flag in zip(batch.items, trained, strict=True) if flag is with_gradient]
-                for micro in self.forward.plan(
-                    [WantedTokens(item.sequence.tokens, item.sequence.loss_mask) for item in items]
-                ):
-                    with self.forward.attention():
+                sequences = [item.sequence for item in items]
+                record = any(sequence.routes is not None for sequence in sequences)
+                wanted = [self.forward.wanted(sequence, sequence.loss_mask) for sequence in sequences]
+                for each in wanted:
+                    if each.routes is not None:
+                        num_missing = int((each.routes[..., 0] < 0).sum())
+                        without_ids[0] += num_missing
+                        without_ids[1] += each.routes[..., 0].size - num_missing
+                for micro in self.forward.plan(wanted):
+                    with self.forward.running(micro, sequences, wanted, record_routes=record) as records:
                         loss += self._run(micro, items, objective, counts, with_gradient, logprobs, sums)
+                        routes.update(self.forward.routes_of(micro, sequences, records))
                     num_micro_batches += 1
                     num_forward_tokens += self.forward.num_tokens(micro)
         self._batch_pending = True
@@ -140,7 +150,10 @@ class FsdpTrainer:
         metrics = {name: total / counts.num_tokens for name, total in zip(names, totals, strict=True)}
         if counts.num_tokens == 0:
             metrics = {"empty_batch": 1.0}
-        return StepOutput(loss, logprobs, metrics, num_micro_batches, num_forward_tokens)
+        if self.config.routing_replay:
+            missing, known = sum_over_ranks(without_ids)
+            metrics |= {"routing_replay/missing": missing / (missing + known)} if missing + known else {}
+        return StepOutput(loss, logprobs, metrics, num_micro_batches, num_forward_tokens, routes)
 
     def _run(
         self,

@@ -9,6 +9,7 @@ itself, because no counted log-prob depends on them):
 - ``shared_prompt``: like packed, but sequences with the same leading prompt store it once; each continuation sees the
   prompt and itself. The samples of a GRPO group thus pay for their prompt once. Exact, because in a causal model a
   prompt's states do not depend on what follows. For architectures whose only mixing of positions is masked attention.
+  Sequences whose prompt went through other experts do not share it, if those are to be replayed.
 
 Rows keep close to the longest sequence, because attention is dense over a row.
 """
@@ -33,10 +34,12 @@ positions costs little beside the linears, and short rows would leave more paddi
 
 @dataclass(frozen=True, slots=True)
 class WantedTokens:
-    """A sequence's tokens [T], and the positions [T] whose log-prob is wanted (never position 0)."""
+    """A sequence's tokens [T], the positions [T] whose log-prob is wanted (never position 0), and, where they are to
+    be replayed, expert ids [T-1, L, K] (-1: missing)."""
 
     tokens: IntArray
     wanted: BoolArray
+    routes: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def _shared_trees(sequences: Seq[WantedTokens], active: list[int], lengths: list
         first = int(np.flatnonzero(sequences[index].wanted)[0])
         groups.setdefault(np.ascontiguousarray(sequences[index].tokens[:first]).tobytes(), []).append(index)
     trees = []
-    for members in groups.values():
+    for members in (part for group in groups.values() for part in _same_experts(group, sequences)):
         first = int(np.flatnonzero(sequences[members[0]].wanted)[0])
         prompt = sequences[members[0]].tokens[:first]
         part: list[int] = []
@@ -137,6 +140,27 @@ def _shared_trees(sequences: Seq[WantedTokens], active: list[int], lengths: list
             length += extra
         trees.append(_tree(prompt, part, sequences, lengths))
     return trees
+
+
+def _same_experts(members: list[int], sequences: Seq[WantedTokens]) -> list[list[int]]:
+    """Members of one prompt in parts whose experts agree on it wherever two of them know them."""
+    parts: list[tuple[NDArray[np.int32] | None, list[int]]] = []
+    for index in members:
+        routes = sequences[index].routes
+        # The last prompt position predicts the first wanted token: it is part of the prompt.
+        prompt = None if routes is None else np.sort(routes[: int(np.flatnonzero(sequences[index].wanted)[0])], axis=-1)
+        for place, (known, part) in enumerate(parts):
+            if known is None or prompt is None:
+                same = known is prompt
+            else:
+                same = bool(((known == prompt) | (known < 0) | (prompt < 0)).all())
+            if same:
+                merged = None if known is None or prompt is None else np.where(known < 0, prompt, known)
+                parts[place] = (merged, [*part, index])
+                break
+        else:
+            parts.append((prompt, [index]))
+    return [part for _, part in parts]
 
 
 def _tree(prompt: IntArray, members: list[int], sequences: Seq[WantedTokens], lengths: list[int]) -> _Tree:

@@ -122,7 +122,7 @@ def test_expert_ids_are_those_of_a_full_forward(architecture):
             model(torch.tensor(sequence.tokens[:-1]).long()[None])
         expected = np.stack([np.sort(record[0].numpy(), axis=-1) for record in records], axis=1)
         assert completion.routes is not None
-        assert completion.routes.dtype == np.int16
+        assert completion.routes.dtype == np.uint8, "8 experts need one byte"
         np.testing.assert_array_equal(np.sort(completion.routes, axis=-1), expected)
         for path in ("prefill", "decode"):
             scored = engine.score([sequence], path=path)[request.request_id].routes

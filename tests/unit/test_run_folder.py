@@ -28,6 +28,7 @@ from lockstep.metrics import checkpoints
 from lockstep.metrics.checkpoints import MARKER, CheckpointError, Checkpoints
 from lockstep.metrics.run_folder import RunFolder, RunFolderError, read_rollouts, rollout_steps
 from lockstep.metrics.sinks import read_jsonl
+from lockstep.records import compact_routes, signed_routes
 from tests.synthetic_run import make_rollout, noisy, token_texts
 
 PAYLOAD = {"weights.bin": b"w" * 5000, "optimizer/state.bin": b"o" * 9000, "progress.json": b'{"cursor": 7}'}
@@ -193,14 +194,19 @@ def test_rollouts_come_back_as_they_were(folder: RunFolder) -> None:
     assert rollout_steps(folder.path) == [7]
 
 
-def test_routes_and_abstaining_rewards_survive(folder: RunFolder) -> None:
+@pytest.mark.parametrize("num_experts", [128, 255, 256, 384])
+def test_routes_and_abstaining_rewards_survive(folder: RunFolder, num_experts: int) -> None:
     plain = make_rollout("r0", "g0", ["a", "b"])
-    routes = np.arange(3 * 2 * 4, dtype=np.int16).reshape(3, 2, 4)
+    ids = np.arange(3 * 2 * 4).reshape(3, 2, 4)
+    ids[0], ids[2, 1, 3] = -1, num_experts - 1
+    routes = compact_routes(ids, num_experts)
     sequence = dataclasses.replace(plain.sequences[0], routes=routes)
     score = dataclasses.replace(plain.score, reward=None, correct=None, error="grader died", parts={"x": None})
     folder.write_rollouts(1, [dataclasses.replace(plain, sequences=(sequence,), score=score)], {})
     (read,) = read_rollouts(folder.path, 1)
-    np.testing.assert_array_equal(read.sequence.routes, routes)
+    assert read.sequence.routes is not None
+    assert read.sequence.routes.dtype == (np.uint8 if num_experts <= 255 else np.uint16)
+    np.testing.assert_array_equal(signed_routes(read.sequence.routes), ids)
     assert (read.reward, read.correct, read.score_error, read.parts) == (None, None, "grader died", {"x": None})
 
 
