@@ -28,9 +28,10 @@ class ModelScores:
 def score_models(parts: Parts, rollouts: Seq[Rollout]) -> ModelScores:
     """The extra passes of this step."""
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    record = parts.config.rollout.record_routes
     with span("logprobs"):
         return ModelScores(
-            live=parts.trainer.logprobs(sequences) if needs_extra_pass(parts.algorithm) else None,
+            live=parts.trainer.logprobs(sequences, routes=record) if needs_extra_pass(parts.algorithm) else None,
             reference=parts.reference.logprobs(sequences) if parts.reference else None,
             teacher=parts.teacher.logprobs(sequences) if parts.teacher else None,
         )

@@ -414,8 +414,10 @@ def test_replay_lowers_k3_between_a_bfloat16_engine_and_trainer(model_type: str)
     assert found["ids"]["bytes_as_int64"] == 8 * found["ids"]["bytes"]
 
 
-def test_a_run_replays_what_its_engine_recorded(tmp_path: Any) -> None:
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_a_run_replays_what_its_engine_recorded(tmp_path: Any, optimizer_steps: int) -> None:
     overrides = [
+        f"algorithm.optimizer_steps_per_batch={optimizer_steps}",
         "trainer.routing_replay=true",
         "rollout.record_routes=true",
         "steps=2",
