@@ -34,7 +34,12 @@ def quickstart() -> RunConfig:
         rollout=RolloutConfig(max_new_tokens=16, num_slots=64),
         algorithm=AlgorithmConfig(num_prompts=8, group_size=8),
         trainer=TrainerConfig(
-            learning_rate=3e-5, schedule="linear", warmup_steps=2, decay_start_step=11, final_ratio=0.1
+            learning_rate=3e-5,
+            schedule="linear",
+            warmup_steps=2,
+            decay_start_step=11,
+            final_ratio=0.1,
+            micro_batch_tokens=640,  # two micro-batches a step: activations stay small enough for 5 GB in all
         ),
         gate=GateConfig(
             bounds=(
