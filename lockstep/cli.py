@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep import __version__
+from lockstep.cli_parity import demo_app, parity_app
 from lockstep.config.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ TOLD_ERRORS = {
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
+    ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,
+    ("lockstep.parity.factors", "FactorError"): EXIT_USAGE,
 }
 """Errors whose text says what was wrong and what would be right: it is shown without a traceback, with this exit code.
 By name, since importing them takes seconds that ``--help`` has not."""
@@ -48,6 +51,8 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="The catalogue of recipes.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(parity_app, name="parity")
+app.add_typer(demo_app, name="demo")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")]
 SetOption = Annotated[

@@ -18,6 +18,7 @@ from pathlib import Path
 from lockstep.config.load import ResolvedConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.console import Console, heldout_text
+from lockstep.driver.evidence import keep_evidence
 from lockstep.driver.export import export_checkpoint
 from lockstep.driver.folder import TRAINER, Opened, default_run_dir, open_run, save_checkpoint
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
@@ -81,6 +82,7 @@ def run_sync(
         folder.append_metrics(row | {"memory/peak_rss_bytes": peak_rss_bytes()})
         console.step(row, config.steps)
         if trained.stopped:
+            keep_evidence(parts, folder, progress)
             return trained.verdict
         if step % config.checkpoint.every == 0 or step == config.steps or stop.requested:
             save_checkpoint(folder, parts, progress)

@@ -19,14 +19,17 @@ CONFIDENCE = 0.99
 _EXP_LIMIT = 600.0
 
 
+METRICS = ("abs_diff/mean", "abs_diff/p50", "abs_diff/p99", "abs_diff/max", "k3", "mult_error")
+"""Metrics that this file knows; the others need more than d."""
+_QUANTILES = {"abs_diff/p50": 0.5, "abs_diff/p99": 0.99, "abs_diff/max": 1.0}
+
+
 def metric_value(metric: str, d: np.ndarray) -> float:
     """A gate metric of d [n], as ``lockstep.agreement`` defines it. Raises ValueError for another name or no token."""
     if not len(d):
         raise ValueError(f"{metric} of no token is undefined")
-    if metric == "abs_diff/p99":
-        return float(np.quantile(np.abs(d), 0.99))
-    if metric == "abs_diff/max":
-        return float(np.abs(d).max())
+    if metric in _QUANTILES:
+        return float(np.quantile(np.abs(d), _QUANTILES[metric]))
     return float(_by_token(metric, d).mean())
 
 
@@ -37,7 +40,9 @@ def _by_token(metric: str, d: np.ndarray) -> np.ndarray:
         return np.abs(values)
     if metric == "k3":
         return np.expm1(np.clip(values, -_EXP_LIMIT, _EXP_LIMIT)) - values
-    raise ValueError(f"no metric {metric!r} to resample; there are abs_diff/mean, abs_diff/p99, abs_diff/max, k3")
+    if metric == "mult_error":
+        return np.exp(np.minimum(np.abs(values), _EXP_LIMIT))
+    raise ValueError(f"no metric {metric!r} to resample; there are {', '.join(METRICS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ def resampled(metric: str, cases: Seq[Rollouts], seed: int = 0) -> np.ndarray:
         raise ValueError(f"the cases have {sorted(counts)} rollouts; they must be of the same batch")
     num = counts.pop()
     draws = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), size=NUM_RESAMPLES)
-    if metric in ("abs_diff/p99", "abs_diff/max"):
+    if metric in _QUANTILES:
         return np.array([[_drawn(metric, case, draw) for draw in draws] for case in cases])
     rows = []
     for case in cases:

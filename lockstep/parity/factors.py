@@ -21,6 +21,10 @@ _LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 Change = Callable[[Setting], Setting]
 
 
+class FactorError(ValueError):
+    """A name that is no factor of this run; the text lists those that are."""
+
+
 def _factor(name: str, says: str, **fields: Any) -> Factor:
     return Factor(name, says, lambda setting: replace(setting, **fields))
 
@@ -56,7 +60,7 @@ def builtin_factors(bench: Bench) -> list[Factor]:
 def choose_factors(available: Seq[Factor], names: Seq[str]) -> list[Factor]:
     """The named ones, in the given order; NAME=VALUE is an environment variable. All if none is named.
 
-    Raises ValueError for an unknown name.
+    Raises FactorError for an unknown name.
     """
     by_name = {factor.name: factor for factor in available}
     if not names:
@@ -68,7 +72,7 @@ def choose_factors(available: Seq[Factor], names: Seq[str]) -> list[Factor]:
         elif "=" in name:
             chosen.append(environment_factor(*name.split("=", 1)))
         else:
-            raise ValueError(f"no factor {name!r} applies here; there are {', '.join(by_name)}, or NAME=VALUE")
+            raise FactorError(f"no factor {name!r} applies here; there are {', '.join(by_name)}, or NAME=VALUE")
     return chosen
 
 

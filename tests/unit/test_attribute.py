@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.parity.attribute import Attribution, Factor, Names, Scores, attribute, sentence
-from lockstep.parity.bootstrap import interval, metric_value, resampled
+from lockstep.parity.bootstrap import METRICS, interval, metric_value, resampled
 
 BOUND = 0.05
 
@@ -208,7 +208,7 @@ def test_what_is_found_restores_and_no_member_can_be_left_out(num: int, budget: 
         assert minimal(result) == {needed}
 
 
-@pytest.mark.parametrize("metric", ["abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3"])
+@pytest.mark.parametrize("metric", METRICS)
 def test_resampled_metrics_are_those_of_the_drawn_rollouts(metric: str) -> None:
     rng = np.random.default_rng(3)
     case = [rng.normal(0, 0.1, size=size) for size in (5, 1, 9, 4)]
@@ -218,7 +218,9 @@ def test_resampled_metrics_are_those_of_the_drawn_rollouts(metric: str) -> None:
         drawn = np.concatenate([d for d, times in zip(case, draws[index], strict=True) for _ in range(times)])
         expected = {
             "abs_diff/mean": np.abs(drawn).mean(),
+            "abs_diff/p50": np.median(np.abs(drawn)),
             "abs_diff/p99": np.quantile(np.abs(drawn), 0.99),
+            "mult_error": np.exp(np.abs(drawn)).mean(),
             "abs_diff/max": np.abs(drawn).max(),
             "k3": (np.exp(drawn) - 1 - drawn).mean(),
         }[metric]

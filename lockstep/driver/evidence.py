@@ -1,0 +1,219 @@
+"""What a run that the gate stopped leaves for the search of the cause, and building both sides from it again.
+
+At a stop the optimizer has not moved: the trainer's weights are those that sampled the batch. They are saved, and so is
+every tensor that the engine computed with and that differs from the trainer's (``engine/step-N.safetensors``; none if
+there is no difference). With the batch itself that is all that re-scoring needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.gate_checks import bounds_for
+from lockstep.config.load import load_run_config
+from lockstep.config.schema import BoundConfig, RunConfig
+from lockstep.driver.assembly import Parts, assembled
+from lockstep.driver.folder import TRAINER, no_recipe, save_checkpoint
+from lockstep.driver.progress import Progress
+from lockstep.driver.supervised import run_supervised
+from lockstep.hardware.profile import choose, detect
+from lockstep.interfaces import Task, WeightSource
+from lockstep.metrics.checkpoints import verify
+from lockstep.metrics.run_folder import CONFIG, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
+from lockstep.model.load import load_model, load_tokenizer, torch_dtype
+from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
+from lockstep.records import Manifest
+from lockstep.refit.transaction import run_refit
+from lockstep.tasks.build import build_task
+from lockstep.tasks.prompt import PromptRenderer
+from lockstep.train.fsdp import FsdpTrainer
+
+ENGINE = "engine"
+Say = Callable[[str], None]
+
+
+class ReplayError(Exception):
+    """A recorded batch that can't be scored again; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A batch with both of its sides. ``exact``: the weights are those of the version that sampled it; ``note`` says
+    which weights they are; ``bounds`` are those of the gate that fit the run."""
+
+    bench: Bench
+    config: RunConfig
+    step: int
+    exact: bool
+    note: str
+    bounds: tuple[BoundConfig, ...]
+
+
+def keep_evidence(parts: Parts, folder: RunFolder, progress: Progress) -> None:
+    """At a stop by the gate: save the weights of the version that sampled, and the engine's where they differ."""
+    latest = folder.latest_checkpoint()
+    if latest is None or latest[0] < progress.step:
+        save_checkpoint(folder, parts, progress)
+    served = served_differences(parts.trainer.weights(), parts.engine.receiver())
+    file = _engine_file(folder.path, progress.step + 1)
+    file.unlink(missing_ok=True)
+    if served:
+        from safetensors.torch import save_file
+
+        file.parent.mkdir(exist_ok=True)
+        plain = {name: tensor.cpu().contiguous() for name, tensor in served.items()}
+        save_file(plain, file, metadata={"batch": _batch_digest(folder.path, progress.step + 1)})
+
+
+def _engine_file(run_dir: Path, step: int) -> Path:
+    return run_dir / ENGINE / f"step-{step:06d}.safetensors"
+
+
+def _batch_digest(run_dir: Path, step: int) -> str:
+    """Ties the engine's tensors to the batch they sampled: a resumed run may write that step anew."""
+    return hashlib.sha256((run_dir / ROLLOUTS / f"step-{step:06d}.parquet").read_bytes()).hexdigest()
+
+
+def _served(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    file = _engine_file(run_dir, step)
+    if not file.exists():
+        return {}
+    with safe_open(file, framework="pt") as tensors:
+        if (tensors.metadata() or {}).get("batch") != _batch_digest(run_dir, step):
+            return {}
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+
+
+# --- from a run folder ------------------------------------------------------------------------------------------------
+
+
+def from_run(run_dir: Path, step: int | None = None, device: str | None = None) -> Evidence:
+    """The batch of ``step`` (None: the last recorded one) with the run's weights at or before it.
+
+    Raises ReplayError if the batch or any weights are missing, or no token of it can be compared.
+    """
+    config = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
+    steps = rollout_steps(run_dir)
+    step = step if step is not None else max(steps, default=0)
+    if step not in steps:
+        there = f"recorded are {steps[0]} to {steps[-1]}" if steps else "it has none"
+        raise ReplayError(f"{run_dir} has no recorded batch of step {step}; {there}")
+    rows = read_rollouts(run_dir, step)
+    recorded = [Recorded(row.rollout_id, row.sequence, row.train_logprobs) for row in rows]
+    sampled = [int(v) for one in recorded for v in one.sequence.versions[one.sequence.loss_mask]]
+    if not sampled:
+        raise ReplayError(f"no token was sampled in step {step}")
+    version = max(sampled)
+    chosen = {choice.setting: choice for choice in choose(detect(), config)}
+    torch.set_num_threads(int(chosen["threads"].value))
+    device = device or str(chosen["device"].value)
+    model, vocab_limit, at, note = _weights(run_dir, config, step, version, device)
+    setting = Setting(config.rollout, config.trainer, trainer_temperature=config.rollout.temperature)
+    bench = Bench(model, setting, recorded, version=version, vocab_limit=vocab_limit, served=_served(run_dir, step))
+    return Evidence(bench, config, step, at == version, note, bounds_for(config, device))
+
+
+def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: str) -> tuple[Any, int, int, str]:
+    """(trainer's module, vocabulary limit, version of its weights, which weights they are)."""
+    found = _checkpoint_before(run_dir, step)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
+    vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # pyright: ignore
+    if found is None and version > 0:
+        raise ReplayError(
+            f"{run_dir} has no complete checkpoint before step {step}, and its batch was sampled at version {version}"
+        )
+    if found is None:
+        if config.supervised.steps:
+            _warm_up(config, model, tokenizer, vocab_limit)
+        return model, vocab_limit, 0, "weights: version 0, built again from the configuration"
+    checkpoint_step, path = found
+    trainer = FsdpTrainer(
+        model, config.trainer, total_optimizer_steps=1, temperature=config.rollout.temperature, vocab_limit=vocab_limit
+    )
+    trainer.load(path / TRAINER)
+    note = f"weights: version {trainer.version}, checkpoint of step {checkpoint_step}"
+    if trainer.version != version:
+        note += (
+            f"; the batch was sampled at version {version}, which has no checkpoint: "
+            "differences include what the optimizer moved in between"
+        )
+    return model, vocab_limit, trainer.version, note
+
+
+def _checkpoint_before(run_dir: Path, step: int) -> tuple[int, Path] | None:
+    """The newest complete checkpoint of a step before ``step``; nothing is written or tidied up."""
+    root = run_dir / "checkpoints"
+    names = [entry.name.removeprefix("step-") for entry in root.glob("step-*")] if root.is_dir() else []
+    for candidate in sorted((int(name) for name in names if name.isdigit() and int(name) < step), reverse=True):
+        path = root / f"step-{candidate:06d}"
+        if not verify(path):
+            return candidate, path
+    return None
+
+
+def _warm_up(config: RunConfig, model: Any, tokenizer: Any, vocab_limit: int) -> None:
+    task: Task = build_task(config.task)
+    try:
+        run_supervised(config, model, task, PromptRenderer(tokenizer, config.prompt), tokenizer, vocab_limit)
+    finally:
+        task.close()
+
+
+# --- from a recipe ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
+    """A batch sampled now, by an engine that is refitted twice before: from other weights, so that a tensor that does
+    not arrive shows, and to the recipe's own. Nothing is trained and nothing is written."""
+    with assembled(config, say, warm_up=True) as parts:
+        receiver = parts.engine.receiver()
+        source = parts.trainer.weights()
+        run_refit(_Other(source), receiver, parts.transport, verify=False)
+        run_refit(source, receiver, parts.transport, verify=False)
+        rollouts = parts.sampler.sample(1, 0).rollouts
+        sequences = [(r.rollout_id, s) for r in rollouts for s in r.sequences]
+        trained = parts.trainer.logprobs([s for _, s in sequences])
+        recorded = [Recorded(rollout_id, s, trained[s.sequence_id].logprobs) for rollout_id, s in sequences]
+        setting = Setting(config.rollout, config.trainer, trainer_temperature=config.rollout.temperature)
+        bench = Bench(
+            parts.trainer.model,
+            setting,
+            recorded,
+            version=parts.trainer.version,
+            vocab_limit=parts.trainer.forward.head.vocab_limit,
+            served=served_differences(source, receiver),
+        )
+        yield Evidence(bench, config, 0, True, "weights: the recipe's own, version 0", parts.gate.bounds)
+
+
+class _Other:
+    """The same tensors with other values: what an engine must have lost after the next refit."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def manifest(self) -> Manifest:
+        return self._source.manifest()
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+        for name, shape, offset, tensor in self._source.shards():
+            yield name, shape, offset, tensor * 1.25 if tensor.is_floating_point() else tensor.flip(0)
+
+
+def with_options(evidence: Evidence, *, dtype: str | None = None, path: Any = None) -> Evidence:
+    """The same with the engine in another dtype, or scoring by another path."""
+    bench = evidence.bench
+    rollout = bench.setting.rollout.model_copy(update={"dtype": dtype} if dtype else {})
+    bench.setting = replace(bench.setting, rollout=rollout, path=path or bench.setting.path)
+    return evidence

@@ -1,0 +1,281 @@
+"""The commands ``parity measure``, ``parity replay`` and ``parity attribute``: load, score, print; exit code as result.
+
+Each takes a run's folder (its recorded batch is scored again) or a recipe (a batch is sampled now).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.table
+
+from lockstep.agreement import Agreement
+from lockstep.config.schema import BoundConfig
+from lockstep.driver.evidence import Evidence, ReplayError, from_recipe, from_run, with_options
+from lockstep.interfaces import LogProbs
+from lockstep.parity.attribute import Attribution, Scores, Trial, attribute, sentence
+from lockstep.parity.bootstrap import METRICS, metric_value
+from lockstep.parity.factors import builtin_factors, choose_factors
+from lockstep.parity.measure import measure_scores
+from lockstep.parity.plan import Deployment, Measured, measure_pairs, plan
+
+DONE, FAILED = 0, 1
+WIDTH_IN_A_FILE = 200
+SHOWN = ("abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3")
+
+
+def say(text: str) -> None:
+    """A sentence for the person who watches, on stderr."""
+    rich.console.Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def print_table(title: str, columns: Seq[str], rows: Seq[Seq[str]]) -> None:
+    """A table on stdout; first column at the left, numbers at the right, nothing cut off where there is no terminal."""
+    table = rich.table.Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column in ("isolates", "judgement") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = rich.console.Console(highlight=False)
+    if not console.is_terminal:
+        console = rich.console.Console(highlight=False, width=WIDTH_IN_A_FILE)
+    console.print(table)
+
+
+@contextmanager
+def evidence_of(target: str, overrides: Seq[str], step: int | None) -> Iterator[Evidence]:
+    """A run's folder by its path, or a recipe by name or file. Raises ReplayError for overrides of a recorded run."""
+    if Path(target).is_dir():
+        if overrides:
+            raise ReplayError("a recorded run has its own configuration: --set is for recipes")
+        yield from_run(Path(target), step)
+        return
+    if step is not None:
+        raise ReplayError(f"{target} is no folder of a run, and a recipe has no recorded step")
+    from lockstep.recipes import load_recipe
+
+    with from_recipe(load_recipe(target, overrides).config, say) as evidence:
+        yield evidence
+
+
+def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool) -> int:
+    """Every pair that the deployment needs, as a table. Returns 1 if one is above the bound or was not measured."""
+    with evidence_of(target, overrides, step) as evidence:
+        bound = evidence.bounds[0]
+        pairs = plan(Deployment.of(evidence.config))
+        say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
+        results = measure_pairs(evidence.bench, pairs, bound.metric, bound.bound)
+    if as_json:
+        print(json.dumps({"note": evidence.note, "exact": evidence.exact, "pairs": [_plain(one) for one in results]}))
+    else:
+        rows = [[one.pair.name, one.pair.isolates, *_numbers(one.agreement), _word(one)] for one in results]
+        print_table(f"{bound.metric}, bound {bound.bound:g}", ["pair", "isolates", *SHOWN, "tokens", "judgement"], rows)
+        links, whole = results[:-1], results[-1]
+        total = sum(one.value or 0.0 for one in links)
+        if bound.metric == "abs_diff/mean" and whole.value is not None:
+            print(f"the links add up to {total:.3g}; their ends differ by {whole.value:.3g}, which can't be more")
+    return DONE if all(one.holds for one in results) else FAILED
+
+
+def replay(
+    run_dir: Path,
+    step: int,
+    *,
+    engine: str,
+    dtype: str | None,
+    device: str | None,
+    path: str,
+    as_json: bool,
+) -> int:
+    """Score a recorded batch again on ``engine`` ("torch", or "trainer") and hold it against what the run recorded."""
+    evidence = with_options(from_run(run_dir, step, device), dtype=dtype, path=path)
+    bench, setting = evidence.bench, evidence.bench.setting
+    if engine == "trainer":
+        trainer = setting.trainer.model_copy(update={"dtype": dtype or setting.trainer.dtype})
+        scored = bench.trainer_scores(replace(setting, trainer=trainer))
+        what = f"trainer in {trainer.dtype}"
+    else:
+        scored = bench.engine_scores(setting)[0]
+        what = f"engine in {setting.rollout.dtype} by {setting.path}"
+        if bench.served:
+            what += f", with the {len(bench.served)} tensors that it served differently from the trainer"
+    ours, theirs = _recorded(evidence, trainer=True), _recorded(evidence, trainer=False)
+    rows = {
+        "recorded trainer/recorded engine": measure_scores(ours, theirs, bench.sequences),
+        "recorded trainer/replayed": measure_scores(ours, scored, bench.sequences),
+        "replayed/recorded engine": measure_scores(scored, theirs, bench.sequences),
+    }
+    say(f"{evidence.note}\nreplayed: {what}, on {next(bench.model.parameters()).device}")
+    if as_json:
+        shown = {name: _finite(agreement.flat("")) for name, agreement in rows.items()}
+        print(json.dumps({"exact": evidence.exact, "note": evidence.note, "replayed": what, "pairs": shown}))
+    else:
+        table = [[name, *_numbers(agreement)] for name, agreement in rows.items()]
+        print_table(f"step {step}", ["pair", *SHOWN, "tokens"], table)
+    return DONE
+
+
+def find_cause(
+    target: str,
+    overrides: Seq[str],
+    step: int | None,
+    *,
+    factors: Seq[str],
+    budget: int,
+    full: bool,
+    as_json: bool,
+) -> int:
+    """Attribute a failing agreement. Returns 1 if it fails and is not explained by the factors."""
+    with evidence_of(target, overrides, step) as evidence:
+        say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
+        result, told = attribute_evidence(evidence, factors, budget, full=full)
+    if as_json:
+        print(json.dumps({"note": evidence.note, "exact": evidence.exact, "sentence": told, **_plain_result(result)}))
+    else:
+        print_attribution(result)
+        print(told)
+    return DONE if result.status == "explained" or "nothing to explain" in told else FAILED
+
+
+def attribute_evidence(
+    evidence: Evidence, factors: Seq[str] = (), budget: int = 40, *, full: bool = False
+) -> tuple[Attribution, str]:
+    """The attribution and its sentence. A batch whose recorded difference fails, but which agrees when it is scored
+    again, is *unexplained*: what caused it is not among the things that re-scoring rebuilds."""
+    bench = evidence.bench
+    recorded = bench.as_recorded()
+    bound = _judged_bound(evidence.bounds, recorded)
+    chosen = choose_factors(builtin_factors(bench), factors)
+    result = attribute(bench.evaluator(chosen), chosen, bound.bound, budget, metric=bound.metric, full=full)
+    told = sentence(result)
+    if result.status == "healthy" and recorded is not None and _fails(recorded, bound):
+        told = (
+            f"unexplained: scored again, {bound.metric} is {result.unchanged.value:.4g} and within the bound "
+            f"{bound.bound:g}, but the run recorded {_value(recorded, bound.metric)}. The cause is in what is not "
+            "rebuilt here: batches and requeues while sampling, cached prefixes, the sampler, or state that ended with "
+            "the process"
+        )
+    return result, told
+
+
+def _judged_bound(bounds: Seq[BoundConfig], recorded: Scores | None) -> BoundConfig:
+    """The first bound that the recorded batch fails, else the first that can be resampled. Raises ReplayError."""
+    usable = [bound for bound in bounds if bound.metric in METRICS]
+    if not usable:
+        names = ", ".join(bound.metric for bound in bounds)
+        raise ReplayError(f"no bound of this run is on a metric that can be resampled by rollout: {names}")
+    return next((b for b in usable if recorded is not None and _fails(recorded, b)), usable[0])
+
+
+def _fails(scores: Scores, bound: BoundConfig) -> bool:
+    every = np.concatenate(scores.differences)
+    return bool(scores.num_nonfinite) or (len(every) > 0 and metric_value(bound.metric, every) > bound.bound)
+
+
+def _value(scores: Scores, metric: str) -> str:
+    every = np.concatenate(scores.differences)
+    value = f"{metric_value(metric, every):.4g}" if len(every) else "undefined"
+    return f"{value} with {scores.num_nonfinite} tokens not finite" if scores.num_nonfinite else value
+
+
+def print_attribution(result: Attribution) -> None:
+    """Each evaluated set with its value, effect, noise, judgement and price."""
+    rows = [_trial_row(trial) for trial in result.trials]
+    columns = ["factors", result.metric, "effect", "noise (99 %)", "judgement", "price"]
+    print_table(f"bound {result.bound:g}; {len(result.trials)} of {result.budget} runs", columns, rows)
+    for one in result.interactions:
+        within = " (inside the noise)" if one.noise is not None and one.noise.holds_zero else ""
+        print(f"together {one.first} and {one.second} do {one.excess:+.3g} more than the sum of each alone{within}")
+
+
+def _trial_row(trial: Trial) -> list[str]:
+    noise = "" if trial.noise is None else f"{trial.noise.low:+.3g} to {trial.noise.high:+.3g}"
+    return [
+        " + ".join(sorted(trial.factors)) or "(nothing changed)",
+        "undefined" if trial.value is None else f"{trial.value:.4g}",
+        "" if trial.effect is None else f"{-trial.effect:+.3g}",
+        noise,
+        {"noise": "inside the noise", "unknown": ""}.get(trial.judgement, trial.judgement),
+        "" if trial.price is None else f"{-100 * trial.price:+.0f} % tok/s",
+    ]
+
+
+def _recorded(evidence: Evidence, *, trainer: bool) -> dict[str, LogProbs]:
+    found: dict[str, LogProbs] = {}
+    for one in evidence.bench.recorded:
+        values = one.train_logprobs if trainer else one.sequence.logprobs
+        if values is None:
+            values = np.full(len(one.sequence.tokens), np.nan, dtype=np.float32)
+        found[one.sequence.sequence_id] = LogProbs(values, evidence.bench.version)
+    return found
+
+
+def _numbers(agreement: Agreement) -> list[str]:
+    values = [agreement.metrics.get(name) for name in SHOWN]
+    tokens = str(agreement.num_tokens)
+    if agreement.num_nonfinite:
+        tokens += f" (+{agreement.num_nonfinite} not finite)"
+    return [*("" if value is None else f"{value:.3g}" for value in values), tokens]
+
+
+def _word(one: Measured) -> str:
+    return "unjudged" if one.holds is None else "holds" if one.holds else "ABOVE THE BOUND"
+
+
+def _plain(one: Measured) -> dict[str, Any]:
+    pair = one.pair
+    return {
+        "pair": pair.name,
+        "isolates": pair.isolates,
+        "reason": pair.reason,
+        "bound": one.bound,
+        "holds": one.holds,
+        **_finite(one.agreement.flat("")),
+    }
+
+
+def _plain_result(result: Attribution) -> dict[str, Any]:
+    return {
+        "status": result.status,
+        "metric": result.metric,
+        "bound": result.bound,
+        "budget": result.budget,
+        "minimal": [sorted(names) for names in result.minimal],
+        "refined": {name: sorted(parts) for name, parts in result.refined.items()},
+        "trials": [_plain_trial(trial) for trial in result.trials],
+        "interactions": [
+            {"factors": [one.first, one.second], "excess": one.excess, "noise": _ends(one.noise)}
+            for one in result.interactions
+        ],
+    }
+
+
+def _plain_trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "factors": sorted(trial.factors),
+        "value": trial.value,
+        "nonfinite": trial.num_nonfinite,
+        "effect": trial.effect,
+        "noise": _ends(trial.noise),
+        "judgement": trial.judgement,
+        "tokens_per_s": trial.tokens_per_s,
+        "price": trial.price,
+    }
+
+
+def _ends(noise: Any) -> list[float] | None:
+    return None if noise is None else [noise.low, noise.high]
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN: such a number is its text."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}

@@ -1,0 +1,234 @@
+"""A run that the gate stopped can be scored again, exactly, and its cause found, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.cli import app
+from lockstep.demo import layer_dropped
+from lockstep.driver.evidence import ReplayError, from_run
+from lockstep.loop import train
+from lockstep.metrics.run_folder import rollout_steps
+from lockstep.recipes import load_recipe
+from lockstep.rollout.torch_engine import TorchEngine
+from tests.e2e.conftest import SMALL
+
+LAYER = "model.layers.1"
+SETTINGS = [*SMALL, "checkpoint.keep=9", "refit.verify_every=1000", "trainer.learning_rate=0.01"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few seconds whose refits drop a layer from the third on; checkpoints would be due at even steps."""
+    run_dir = tmp_path_factory.mktemp("runs") / "stopped"
+    with layer_dropped(LAYER, after=3):
+        assert train(load_recipe("tiny-qwen3-moe", SETTINGS), run_dir) == 1
+    return run_dir
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        app(list(arguments), standalone_mode=True)
+    code = done.value.code
+    assert isinstance(code, int)
+    return code, capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out = command(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def last_step(run_dir: Path) -> int:
+    return rollout_steps(run_dir)[-1]
+
+
+def test_the_weights_of_the_version_that_sampled_are_kept_at_a_stop(stopped: Path) -> None:
+    evidence = from_run(stopped)
+    assert evidence.exact
+    assert evidence.step == last_step(stopped)
+    versions = {int(v) for s in evidence.bench.sequences for v in s.versions[s.loss_mask]}
+    assert versions == {evidence.bench.version}
+    assert evidence.bench.served
+    assert all(name.startswith(f"{LAYER}.") for name in evidence.bench.served)
+
+
+def test_replay_reproduces_what_trainer_and_engine_recorded(stopped: Path) -> None:
+    bench = from_run(stopped).bench
+    trained = bench.trainer_scores(bench.setting)
+    engine = bench.engine_scores(bench.setting)[0]
+    for one in bench.recorded:
+        mask = one.sequence.loss_mask
+        assert one.train_logprobs is not None
+        np.testing.assert_allclose(
+            trained[one.sequence.sequence_id].logprobs[mask], one.train_logprobs[mask], atol=2e-5
+        )
+        np.testing.assert_allclose(
+            engine[one.sequence.sequence_id].logprobs[mask], one.sequence.logprobs[mask], atol=2e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "near", "what"),
+    [
+        ([], "replayed/recorded engine", "engine in float32 by decode"),
+        (["--path", "prefill"], "replayed/recorded engine", "engine in float32 by prefill"),
+        (["--engine", "trainer", "--device", "cpu"], "recorded trainer/replayed", "trainer in float32"),
+    ],
+)
+def test_the_command_replays_on_either_side(
+    stopped: Path, options: list[str], near: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = as_json(capsys, "parity", "replay", str(stopped), str(last_step(stopped)), *options)
+    assert code == 0
+    assert told["exact"] is True
+    assert told["replayed"].startswith(what)
+    assert told["pairs"][near]["abs_diff/mean"] < 1e-5
+    assert told["pairs"]["recorded trainer/recorded engine"]["abs_diff/mean"] > 1e-4
+
+
+def test_another_dtype_is_as_far_off_as_that_dtype(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = str(last_step(stopped))
+    _, told = as_json(capsys, "parity", "replay", str(stopped), step, "--dtype", "bfloat16")
+    assert 1e-4 < told["pairs"]["replayed/recorded engine"]["abs_diff/mean"] < 0.5
+
+
+def test_the_cause_is_found_from_the_folder_alone(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(capsys, "parity", "attribute", str(stopped))
+    assert code == 0
+    assert found["status"] == "explained"
+    assert found["minimal"] == [["load"]]
+    assert found["refined"] == {"load": [f"load:{LAYER}"]}
+    assert len(found["trials"]) <= found["budget"]
+    code, out = command(capsys, "parity", "attribute", str(stopped), "--factor", "buffers", "--factor", "NOTHING=1")
+    assert code == 1
+    assert "unexplained" in out
+    assert "inside the noise" in out
+
+
+def test_measure_shows_the_refit_as_the_link_that_breaks(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = as_json(capsys, "parity", "measure", str(stopped))
+    assert code == 1
+    broken = [pair["pair"] for pair in told["pairs"] if not pair["holds"]]
+    assert broken == ["prefill/loaded", "sampled/trained"]
+    code, out = command(capsys, "parity", "measure", str(stopped), "--step", "3")
+    assert "prefill/loaded" in out
+    assert code == 0
+
+
+def test_a_version_without_a_checkpoint_is_said_to_be_one(stopped: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    checkpoints = sorted((run_dir / "checkpoints").iterdir())
+    shutil.rmtree(checkpoints[-1])
+    assert len(checkpoints) > 1
+    evidence = from_run(run_dir)
+    assert not evidence.exact
+    assert "which has no checkpoint" in evidence.note
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(ReplayError, match="no complete checkpoint before step"):
+        from_run(run_dir)
+    with pytest.raises(ReplayError, match="no recorded batch of step 99; recorded are 1 to"):
+        from_run(run_dir, 99)
+    first = from_run(run_dir, 1)
+    assert first.exact
+    scores = first.bench.trainer_scores(first.bench.setting)
+    for one in first.bench.recorded:
+        mask = one.sequence.loss_mask
+        assert one.train_logprobs is not None
+        np.testing.assert_allclose(scores[one.sequence.sequence_id].logprobs[mask], one.train_logprobs[mask], atol=2e-5)
+
+
+def test_engine_tensors_of_another_batch_are_not_taken(stopped: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    step = last_step(run_dir)
+    shutil.copy(run_dir / f"rollouts/step-{step - 1:06d}.parquet", run_dir / f"rollouts/step-{step:06d}.parquet")
+    assert from_run(run_dir, step).bench.served == {}
+
+
+def test_a_stopped_run_resumes_at_the_step_that_was_refused(stopped: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    step = last_step(run_dir)
+    assert train(load_recipe("tiny-qwen3-moe", SETTINGS), run_dir) == 0
+    assert last_step(run_dir) == 6 > step
+    assert from_run(run_dir, step).bench.served == {}, "the healthy engine of the resumed run served the trainer's"
+
+
+def test_a_recipe_is_measured_and_found_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [argument for setting in SMALL for argument in ("--set", setting)]
+    code, told = as_json(capsys, "parity", "measure", "tiny-qwen3-moe", *settings)
+    assert code == 0
+    assert all(pair["holds"] for pair in told["pairs"])
+    code, out = command(capsys, "parity", "attribute", "tiny-qwen3-moe", *settings)
+    assert code == 0
+    assert "nothing to explain" in out
+
+
+def test_a_recipe_whose_refit_forgets_a_layer_is_seen_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [argument for setting in SMALL for argument in ("--set", setting)]
+    with layer_dropped(LAYER, after=1):
+        code, found = as_json(capsys, "parity", "attribute", "tiny-qwen3-moe", *settings)
+    assert code == 0
+    assert found["refined"] == {"load": [f"load:{LAYER}"]}
+
+
+def test_a_fault_that_is_not_rebuilt_is_unexplained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampling reports log-probs that are off, re-scoring is healthy: no factor can be the cause."""
+    from lockstep.driver import groups
+
+    original = groups.sequence_of
+
+    def sequence_of(prompt, completion):
+        completion.logprobs[:] -= 0.1
+        return original(prompt, completion)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(groups, "sequence_of", sequence_of)
+        assert train(load_recipe("tiny-qwen3-moe", SETTINGS), tmp_path / "run") == 1
+    assert from_run(tmp_path / "run").exact, "a stop at step 1 keeps version 0"
+    code, out = command(capsys, "parity", "attribute", str(tmp_path / "run"))
+    assert code == 1
+    assert "unexplained: scored again" in out
+    assert "but the run recorded 0.1" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["parity", "replay", "/nowhere", "1"],
+        ["parity", "attribute", "tiny-qwen3-moe", "--budget", "1"],
+        ["parity", "replay", ".", "0"],
+    ],
+)
+def test_bad_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, *arguments) == (2, "")
+
+
+def test_options_of_the_other_kind_of_target_are_refused(stopped: Path) -> None:
+    from lockstep.driver.parity_commands import evidence_of
+
+    for target, overrides, step in ((str(stopped), ["steps=1"], None), ("tiny-qwen3-moe", [], 3)):
+        with pytest.raises(ReplayError), evidence_of(target, overrides, step):
+            raise AssertionError("nothing should be loaded")
+
+
+def test_the_engines_own_code_is_what_scores(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    original = TorchEngine.score
+    monkeypatch.setattr(
+        TorchEngine, "score", lambda self, s, path="prefill": calls.append(path) or original(self, s, path)
+    )
+    bench = from_run(stopped).bench
+    bench.scores(bench.setting)
+    assert calls == ["decode"]
