@@ -204,7 +204,8 @@ def _trial_row(trial: Trial) -> list[str]:
         "undefined" if trial.value is None else f"{trial.value:.4g}",
         "" if trial.effect is None else f"{-trial.effect:+.3g}",
         noise,
-        {"noise": "inside the noise", "unknown": ""}.get(trial.judgement, trial.judgement),
+        {"noise": "inside the noise", "unknown": ""}.get(trial.judgement, trial.judgement)
+        + (f": {trial.refused}" if trial.refused else ""),
         "" if trial.price is None else f"{-100 * trial.price:+.0f} % tok/s",
     ]
 
@@ -267,6 +268,7 @@ def _plain_trial(trial: Trial) -> dict[str, Any]:
         "effect": trial.effect,
         "noise": _ends(trial.noise),
         "judgement": trial.judgement,
+        "refused": trial.refused,
         "tokens_per_s": trial.tokens_per_s,
         "price": trial.price,
     }

@@ -26,7 +26,7 @@ import numpy as np
 from lockstep.parity.bootstrap import Interval, interval, metric_value, resampled
 
 Status = Literal["healthy", "explained", "unexplained", "undecided"]
-Judgement = Literal["restores", "improves", "worsens", "noise", "unknown"]
+Judgement = Literal["restores", "improves", "worsens", "noise", "unknown", "refused"]
 Names = frozenset[str]
 
 MIN_SHARE = 0.02
@@ -54,12 +54,14 @@ class Factor:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """One evaluation: d = l_train − l_roll of the finite eligible tokens of each rollout, how many tokens were not
-    finite on either side, seconds of the engine's scoring, and tokens scored in that time."""
+    finite on either side, seconds of the engine's scoring, and tokens scored in that time. ``refused``: why these
+    factors could not be applied (then there are no differences)."""
 
     differences: tuple[np.ndarray, ...]
     num_nonfinite: int = 0
     seconds: float = 0.0
     num_scored: int = 0
+    refused: str = ""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -86,6 +88,7 @@ class Trial:
     judgement: Judgement
     tokens_per_s: float | None
     price: float | None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class _Search:
         if names and now is not None and then is not None:
             price = 1 - now / then
         judgement = self._judgement(names, scores, value, base, effect, noise)
-        return Trial(names, value, scores.num_nonfinite, effect, noise, judgement, now, price)
+        return Trial(names, value, scores.num_nonfinite, effect, noise, judgement, now, price, scores.refused)
 
     def _judgement(
         self,
@@ -229,6 +232,8 @@ class _Search:
         effect: float | None,
         noise: Interval | None,
     ) -> Judgement:
+        if scores.refused:
+            return "refused"
         if not names or value is None:
             return "unknown"
         fewer = scores.num_nonfinite - self.scores[frozenset()].num_nonfinite
@@ -274,7 +279,7 @@ class _Search:
         """Sets that might restore health together, likeliest first; known ones are skipped by the memory."""
         judged = {name: self.trials[one].judgement for name in names if (one := frozenset({name})) in self.trials}
         helpful = [name for name in names if judged.get(name) == "improves"]
-        harmless = [name for name in names if judged.get(name) not in ("worsens",)]
+        harmless = [name for name in names if judged.get(name) not in ("worsens", "refused")]
         yield from dict.fromkeys(frozenset(chosen) for chosen in (helpful, harmless, names) if len(chosen) > 1)
         acting = {name for name, judgement in judged.items() if judgement in ("improves", "worsens")}
         # A pair none of whose members does anything alone is not worth a run.

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+from lockstep.model.adapter import routers
 from lockstep.parity.attribute import Factor
 from lockstep.parity.replay import Bench, Setting
 
@@ -33,6 +34,15 @@ PREFILL = _factor("prefill", "the engine scores in one prefill, without its cach
 ONE_BY_ONE = _factor("one-by-one", "the engine scores each sequence alone: no batch, no padding", one_by_one=True)
 BUFFERS = _factor("buffers", "layout buffers (rotary tables) are the trainer's", buffers=True)
 FLOAT32_HEAD = _factor("float32-head", "both output heads compute in float32", float32_head=True)
+ROUTING_REPLAY = Factor(
+    "routing-replay",
+    "the trainer runs the experts that the engine chose",
+    lambda setting: replace(
+        setting,
+        rollout=setting.rollout.model_copy(update={"record_routes": True}),
+        trainer=setting.trainer.model_copy(update={"routing_replay": True}),
+    ),
+)
 TRAINER_TEMPERATURE_1 = _factor("trainer-temperature-1", "trainer at temperature 1", trainer_temperature=1.0)
 
 
@@ -53,6 +63,7 @@ def builtin_factors(bench: Bench) -> list[Factor]:
         (rollout.dtype != "float32", _rollout("engine-float32", "the engine computes in float32", dtype="float32")),
         (trainer.dtype != "float32", _trainer("trainer-float32", "the trainer computes in float32", dtype="float32")),
         (has_bfloat16, FLOAT32_HEAD),
+        (bool(routers(bench.model)) and not trainer.routing_replay, ROUTING_REPLAY),
     ]
     return [factor for applies, factor in candidates if applies]
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,7 +32,8 @@ from lockstep.records import Sequence
 from lockstep.refit.transports import whole_tensors
 from lockstep.rollout.module_decoder import ModuleDecoder
 from lockstep.rollout.torch_engine import TorchEngine
-from lockstep.train.reference import ReferenceScorer
+from lockstep.train.forward import PolicyForward
+from lockstep.train.routing_replay import RoutingReplayError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,8 +134,14 @@ class Bench:
                 found |= engine.score(group, path=setting.path)
             return found, time.perf_counter() - start
 
-    def trainer_scores(self, setting: Setting) -> dict[str, LogProbs]:
-        """The trainer's log-probs of the recorded tokens; equal settings of the trainer's side are scored once."""
+    def trainer_scores(self, setting: Setting, engine: Mapping[str, LogProbs] | None = None) -> dict[str, LogProbs]:
+        """The trainer's log-probs of the recorded tokens; equal settings of the trainer's side are scored once.
+
+        With routing replay the experts are those that ``engine`` chose in this scoring; without it, the recorded ones.
+        """
+        sequences = self.sequences
+        if setting.trainer.routing_replay and engine is not None:
+            sequences = [replace(s, routes=engine[s.sequence_id].routes) for s in sequences]
         key = (
             setting.trainer,
             setting.trainer_temperature,
@@ -142,7 +149,7 @@ class Bench:
             setting.environment,
             setting.on_trainer,
         )
-        if key not in self._trained:
+        if key not in self._trained or setting.trainer.routing_replay:
             config, model = setting.trainer, self.model
             if model.dtype != torch_dtype(config.dtype) or setting.float32_head or setting.on_trainer:
                 model = copy.deepcopy(model).to(dtype=torch_dtype(config.dtype))  # pyright: ignore[reportCallIssue]
@@ -151,24 +158,27 @@ class Bench:
             for change in setting.on_trainer:
                 change(model)
             with _environment(setting.environment):
-                scorer = ReferenceScorer(
+                forward = PolicyForward(
                     model,
                     temperature=setting.trainer_temperature,
                     vocab_limit=self.vocab_limit,
                     micro_batch_tokens=config.micro_batch_tokens,
                     chunk_tokens=config.logprob_chunk_tokens,
                     packing=config.packing,
-                    version=self.version,
+                    routing_replay=config.routing_replay,
                 )
-                self._trained[key] = scorer.logprobs(self.sequences)
+                self._trained[key] = forward.score(sequences, self.version)
         return self._trained[key]
 
     # --- for attribute ------------------------------------------------------------------------------------------------
 
     def scores(self, setting: Setting) -> Scores:
-        """Both sides under ``setting``."""
-        trained = self.trainer_scores(setting)
+        """Both sides under ``setting``. Expert ids that the trainer refuses to replay are a refusal, not an error."""
         engine, seconds = self.engine_scores(setting)
+        try:
+            trained = self.trainer_scores(setting, engine)
+        except RoutingReplayError as error:
+            return Scores((), refused=str(error))
         pairs = [(trained[s.sequence_id].logprobs, engine[s.sequence_id].logprobs) for s in self.sequences]
         return self.compared(pairs, seconds)
 

@@ -241,7 +241,11 @@ def left_padded_v4(patch: Patch) -> Case:
         wide = [F.pad(sequence, (longest - len(sequence), 0)) for sequence in sequences]
         found = prefill(self, wide, **options)
         return [
-            replace(one, hidden=one.hidden[longest - len(sequence) :])
+            replace(
+                one,
+                hidden=one.hidden[longest - len(sequence) :],
+                routes=None if one.routes is None else one.routes[longest - len(sequence) :],
+            )
             for one, sequence in zip(found, sequences, strict=True)
         ]
 
@@ -327,13 +331,8 @@ def router_ties(patch: Patch) -> Case:
             layer.mlp.gate.register_forward_hook(other_end)
         return original(model, *args)
 
-    def same_end(engine: TorchEngine) -> None:
-        for layer in engine.decoder.split.model.model.layers:  # pyright: ignore[reportAttributeAccessIssue]
-            layer.mlp.gate._forward_hooks.clear()
-
     patch.setattr(torch_engine, "make_decoder", make_decoder)
-    ties = Factor("lowest-expert-wins", "ties as the trainer breaks them", lambda s: replace(s, on_engine=(same_end,)))
-    return Case(make_bench(model=model), [{"lowest-expert-wins"}], [ties])
+    return Case(make_bench(model=model), [{"routing-replay"}])
 
 
 def packed_sequences_see_each_other(patch: Patch) -> Case:
@@ -409,6 +408,13 @@ def test_without_a_fault_there_is_nothing_to_explain(architecture: str) -> None:
     result = found(Case(make_bench(architecture), []))
     assert result.status == "healthy"
     assert len(result.trials) == 1
+
+
+def test_experts_that_the_trainer_may_not_replay_are_a_refusal_with_its_reason(monkeypatch: Patch) -> None:
+    trial = found(expert_map_frozen(monkeypatch)).trial("routing-replay")
+    assert trial is not None
+    assert trial.judgement == "refused"
+    assert "table" in trial.refused
 
 
 def test_interacting_faults_are_told_as_such(monkeypatch: Patch) -> None:
