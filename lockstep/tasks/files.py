@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +103,27 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | _BadRow]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                row = json.loads(line.decode("utf-8"), object_pairs_hook=_without_repeats)
+            except _BadRow as fault:
+                yield f"line {number}", fault
+                continue
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of too many digits
                 yield f"line {number}", _BadRow(f"not JSON: {error}")
                 continue
             if not isinstance(row, dict):
                 row = _BadRow(f"a JSON object is needed, not {type(row).__name__}")
             yield f"line {number}", row
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ. Of two, Python's reader would silently take the last."""
+    _check_repeats([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _check_repeats(keys: list[str]) -> None:
+    if repeated := sorted(key for key, count in Counter(keys).items() if count > 1):
+        raise _BadRow(f"{repeated} more than once; each key must be there once")
 
 
 def _parquet_rows(path: Path, config: FileTask) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -116,6 +133,7 @@ def _parquet_rows(path: Path, config: FileTask) -> Iterator[tuple[str, dict[str,
 
     try:
         parquet = pyarrow.parquet.ParquetFile(path)
+        _check_repeats(parquet.schema_arrow.names)
         missing = _missing_columns(parquet.schema_arrow.names, config.prompt_key, config.answer_key, config.task_key)
         if missing:
             raise TaskError(f"{path}: {missing}")
@@ -124,6 +142,8 @@ def _parquet_rows(path: Path, config: FileTask) -> Iterator[tuple[str, dict[str,
             for row in batch.to_pylist():
                 yield f"row {number}", row
                 number += 1
+    except _BadRow as fault:
+        raise TaskError(f"{path}: column(s) {fault}") from fault
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskError(f"{path} can't be read as parquet: {error}") from error
 
@@ -138,13 +158,26 @@ def _problem(problem_id: str, row: dict[str, Any], config: FileTask) -> Problem:
         raise _BadRow(missing)
     answer = None
     if config.answer_key is not None:
-        answer = row[config.answer_key]
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
-            raise _BadRow(f"{config.answer_key!r} must be a text or a number, not {_brief(answer)}")
-        answer = str(answer)
+        answer = _answer(row[config.answer_key], config.answer_key)
     if config.task_key is not None:
         _check_task(row.get(config.task_key), config)
     return Problem(problem_id, _prompt(row[config.prompt_key], config.prompt_key), answer, row)
+
+
+def _answer(value: object, key: str) -> str:
+    """The reference answer as a text. Numbers are written out as people write them: a column of integers with one gap
+    is one of floats in many tools, and 3.0 there means 3; 1e-07 is 0.0000001."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _BadRow(f"{key!r} must be a text or a number, not {_brief(value)}")
+    if isinstance(value, str):
+        if not value.strip():
+            raise _BadRow(f"{key!r} is blank: {value!r}")
+        return value
+    if not math.isfinite(value):
+        raise _BadRow(f"{key!r} must be a finite number, not {value}; leave the row out")
+    if isinstance(value, int):
+        return str(value)
+    return format(Decimal(repr(value)), "f").removesuffix(".0") if value else "0"
 
 
 def _check_task(name: object, config: FileTask) -> None:
@@ -155,8 +188,8 @@ def _check_task(name: object, config: FileTask) -> None:
 
 def _prompt(value: object, key: str) -> str | tuple[dict[str, object], ...]:
     if isinstance(value, str):
-        if not value:
-            raise _BadRow(f"{key!r} is empty")
+        if not value.strip():
+            raise _BadRow(f"{key!r} is blank: {value!r}")
         return value
     if not isinstance(value, list) or not value:
         raise _BadRow(f"{key!r} must be a text or a list of chat messages, not {_brief(value)}")
@@ -176,6 +209,8 @@ def _message(message: object, where: str, index: int) -> dict[str, object]:
         raise _BadRow(f"{where}: a system message must come first")
     if not isinstance(content, str):
         raise _BadRow(f"{where}: content must be a text, not {_brief(content)}")
+    if role == "user" and not content.strip():
+        raise _BadRow(f"{where}: content of the user is blank: {content!r}")
     # Parquet gives every message all keys of the column's type; the absent ones are None.
     return {name: value for name, value in message.items() if value is not None}
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.config.schema import FileTask, PromptConfig, RewardConfig
 from lockstep.records import Problem
@@ -90,7 +94,9 @@ def test_a_file_without_answers_works_and_says_that_nothing_is_proved(tmp_path):
         ("[1, 2]", "a JSON object is needed, not list"),
         ({"question": "3+4?", "answer": "7"}, r"column\(s\) \['prompt'\] missing; present: \['answer', 'question'\]"),
         ({"prompt": "3+4?"}, r"column\(s\) \['answer'\] missing; present: \['prompt'\]"),
-        ({"prompt": "", "answer": "7"}, "'prompt' is empty"),
+        ({"prompt": "", "answer": "7"}, "'prompt' is blank: ''"),
+        ({"prompt": " \n\t", "answer": "7"}, "'prompt' is blank"),
+        ({"prompt": [{"role": "user", "content": " \n"}], "answer": "7"}, r"prompt\[0\]: content of the user is blank"),
         ({"prompt": 7, "answer": "7"}, "must be a text or a list of chat messages, not int 7"),
         ({"prompt": [], "answer": "7"}, r"not list \[\]"),
         ({"prompt": ["hi"], "answer": "7"}, r"prompt\[0\] must be an object with role and content, not str 'hi'"),
@@ -100,6 +106,14 @@ def test_a_file_without_answers_works_and_says_that_nothing_is_proved(tmp_path):
         ({"prompt": [*CHAT, {"role": "assistant", "content": "7"}], "answer": "7"}, "must end with a message of the u"),
         ({"prompt": "3+4?", "answer": None}, "'answer' must be a text or a number, not NoneType None"),
         ({"prompt": "3+4?", "answer": True}, "'answer' must be a text or a number, not bool True"),
+        ({"prompt": "3+4?", "answer": ""}, "'answer' is blank: ''"),
+        ({"prompt": "3+4?", "answer": " \n"}, "'answer' is blank"),
+        ({"prompt": "3+4?", "answer": math.nan}, "'answer' must be a finite number, not nan; leave the row out"),
+        ({"prompt": "3+4?", "answer": -math.inf}, "'answer' must be a finite number, not -inf"),
+        ('{"prompt": "3+4?", "answer": 1e999}', "'answer' must be a finite number, not inf"),
+        ('{"prompt": "3+4?", "answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+        ('{"prompt": "3+4?", "answer": "7", "answer": "8"}', r"\['answer'\] more than once"),
+        ('{"prompt": "a", "answer": "7", "meta": [{"x": 1, "y": 2, "x": 1}]}', r"\['x'\] more than once"),
         ({"prompt": "3+4?", "answer": ["7"]}, r"not list \['7'\]"),
     ],
 )
@@ -107,6 +121,50 @@ def test_a_faulty_line_is_named(tmp_path, row, message):
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "1+1?", "answer": "2"}, row])
     with pytest.raises(TaskError, match=rf"data\.jsonl, line 2: .*{message}"):
         read_problems(Path(path), FileTask(path=path))
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (3, "3"), (3.0, "3"), (-3.0, "-3"), (0.0, "0"), (-0.0, "0"), (2.5, "2.5"), (0.1, "0.1"), (1e-7, "0.0000001"),
+        (1e20, "1" + "0" * 20), (1.5e16, "15000000000000000"), (2**70, str(2**70)), ("3.0", "3.0"), (" x ", " x "),
+    ],
+)  # fmt: skip
+def test_numbers_are_answers_as_people_write_them_and_texts_stay(tmp_path, value, answer):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": value}])
+    assert [problem.answer for problem in read_problems(Path(path), FileTask(path=path))] == [answer]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_answer_keeps_its_value_and_has_no_exponent(value):
+    with TemporaryDirectory() as folder:
+        path = write_jsonl(Path(folder) / "data.jsonl", [{"prompt": "a", "answer": value}])
+        [problem] = read_problems(Path(path), FileTask(path=path))
+    assert float(str(problem.answer)) == value
+    assert "e" not in str(problem.answer)
+    assert not str(problem.answer).endswith(".0")
+
+
+def test_integers_that_a_table_made_floats_are_judged_as_integers(tmp_path):
+    path = write_parquet(tmp_path / "data.parquet", [{"prompt": f"{i}?", "answer": float(i)} for i in range(6)])
+    task = build_task(FileTask(path=path, num_heldout=2, rewards=EXACT))
+    problem = next(p for p in all_problems(task, "train") + all_problems(task, "heldout") if p.prompt == "3?")
+    assert [score.correct for score in task.score([problem] * 2, ["3", "3.0"], [True] * 2)] == [True, False]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_floats_that_are_not_finite_are_refused_in_parquet_with_their_row(tmp_path, value):
+    path = write_parquet(tmp_path / "data.parquet", [{"prompt": "a", "answer": 1.0}, {"prompt": "b", "answer": value}])
+    with pytest.raises(TaskError, match=rf"data\.parquet, row 1: 'answer' must be a finite number, not {value}"):
+        build_task(FileTask(path=path))
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["1"]), pyarrow.array(["2"])]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(TaskError, match=r"data\.parquet: column\(s\) \['answer'\] more than once"):
+        build_task(FileTask(path=str(tmp_path / "data.parquet")))
 
 
 def test_many_faulty_lines_are_shown_by_the_first_and_counted(tmp_path):
