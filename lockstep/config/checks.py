@@ -141,6 +141,18 @@ def rewards_are_known(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def reward_weights_count(config: RunConfig) -> Iterator[Violation]:
+    """A reward of weight 0 is scored and teaches nothing."""
+    for reward in config.task.rewards:
+        if reward.weight == 0:
+            yield Violation(
+                "task.rewards",
+                f'"{reward.name}" has weight 0: nothing could be learned from it',
+                "remove the reward, or give it a weight other than 0",
+            )
+
+
+@rule
 def arithmetic_has_problems(config: RunConfig) -> Iterator[Violation]:
     """Operands and operations make more problems than are held out, operations are named once, and the template shows
     what is asked."""

@@ -189,6 +189,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rewards_are_known", {"task.rewards": [{"name": "arithmetik"}]}, "task.rewards"),
     ("rewards_are_known", {"task.rewards": [{"name": "my.module:"}]}, "task.rewards"),
     ("rewards_are_known", {"task.rewards": [{"name": "exact"}, {"name": "exact"}]}, "task.rewards"),
+    ("reward_weights_count", {"task.rewards": [{"name": "exact", "weight": 0.0}]}, "task.rewards"),
+    ("reward_weights_count", {"task.rewards": [{"name": "exact"}, {"name": "m:f", "weight": 0}]}, "task.rewards"),
     ("arithmetic_has_problems", {"task.min_operand": 21}, "task.min_operand"),
     ("arithmetic_has_problems", {"task.num_heldout": 400}, "task.num_heldout"),
     ("arithmetic_has_problems", {"task.operations": []}, "task.operations"),
