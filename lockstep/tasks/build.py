@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,7 @@ from lockstep.records import Problem, Score
 from lockstep.tasks.arithmetic import make_arithmetic
 from lockstep.tasks.errors import TaskError
 from lockstep.tasks.files import make_file_task
+from lockstep.tasks.listed import ListedTask
 from lockstep.tasks.reasoning_gym import make_reasoning_gym
 from lockstep.tasks.rewards import BUILT_IN, RewardSum, WeightedReward, make_reward
 
@@ -55,11 +58,11 @@ class GoldProof:
         )
 
 
-def prove_gold(task: Task, num_problems: int = 32) -> GoldProof:
+def prove_gold(task: Task, num_problems: int = 32, say: Callable[[str], None] | None = None) -> GoldProof:
     """Score the gold completions of the first ``num_problems`` of each split (all, if it has fewer).
 
-    Raises TaskError naming each problem whose gold is not correct or whose grader failed: training on such a task
-    would teach noise.
+    ``say`` is told what is about to run before it runs, so that a grader that hangs is known by name. Raises TaskError
+    naming each problem whose gold is not correct or whose grader failed: training on such a task would teach noise.
     """
     splits: tuple[Literal["train", "heldout"], ...] = ("train", "heldout")
     problems = [task.problem(split, i) for split in splits for i in range(min(num_problems, task.num_problems(split)))]
@@ -72,6 +75,8 @@ def prove_gold(task: Task, num_problems: int = 32) -> GoldProof:
             continue
         judged.append(problem)
         texts.append(task.gold(problem))
+    if say is not None and judged:
+        say(f"proving {len(judged)} gold answers {_graders(task, judged)}")
     scores = task.score(judged, texts, [True] * len(judged))
     faults = [
         f"  {problem.problem_id}: gold {text[:100]!r} {fault}"
@@ -84,9 +89,24 @@ def prove_gold(task: Task, num_problems: int = 32) -> GoldProof:
             f"task {task.name!r}: {len(faults)} of {len(judged)} gold answers do not score full marks:\n"
             + "\n".join(faults[:5])
             + more
+            + (_WAY_OUT if any(score.error is None and score.correct is False for score in scores) else "")
         )
     num_proved = sum(score.correct is True for score in scores)
     return GoldProof(num_proved, len(problems) - num_proved)
+
+
+def _graders(task: Task, problems: Seq[Problem]) -> str:
+    """With what the problems are judged, as far as the task tells."""
+    if not isinstance(task, ListedTask):
+        return f"of task {task.name!r}"
+    names = task.reward_names(problems)
+    return f"with reward{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+_WAY_OUT = (
+    "\nCorrect the data or the reward. A plain number is correct from 1.0 on; a reward that grades and has no notion "
+    "of right and wrong returns Score(reward, correct=None)"
+)
 
 
 def _fault(score: Score) -> str | None:

@@ -61,6 +61,10 @@ class ListedTask:
             raise TaskError(f"problem {problem.problem_id} has no reference answer, and so no gold completion")
         return text
 
+    def reward_names(self, problems: Seq[Problem]) -> tuple[str, ...]:
+        """Names of the rewards that judge these problems, each once."""
+        return self._rewards.names(problems)
+
     def close(self) -> None:
         """End the graders' processes."""
         self._rewards.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -21,11 +20,9 @@ from typing import Protocol, cast
 from lockstep.records import Problem, Score
 from lockstep.tasks.errors import TaskError
 from lockstep.tasks.extract import last_boxed, last_number, last_tagged, stated_answer
+from lockstep.tasks.function_reward import FunctionReward, RewardFunction, said, size_fault
 from lockstep.tasks.grader_pool import GradeResult, GraderPool
 from lockstep.tasks.math_grader import DEFAULT_TIMEOUT_S, MathGrader, default_num_workers
-
-RewardFunction = Callable[[Problem, str, bool], "float | Score | None"]
-"""``fn(problem, completion, stopped)``; ``stopped`` is False where the completion was cut by its length limit."""
 
 
 class Reward(Protocol):
@@ -69,41 +66,6 @@ def exact(problem: Problem, completion: str, stopped: bool) -> Score | None:
         return None
     correct = completion.strip() == problem.answer.strip()
     return Score(reward=float(correct), correct=correct)
-
-
-class FunctionReward:
-    """A reward from a plain function. What it raises becomes the error of that one score."""
-
-    def __init__(self, name: str, function: RewardFunction) -> None:
-        self.name = name
-        self._function = function
-
-    def score(self, problems: Seq[Problem], texts: Seq[str], stopped: Seq[bool]) -> list[Score]:
-        return [self._one(*sample) for sample in zip(problems, texts, stopped, strict=True)]
-
-    def _one(self, problem: Problem, text: str, stopped: bool) -> Score:
-        try:
-            value = self._function(problem, text, stopped)
-        except Exception as error:
-            return Score(None, error=f"{type(error).__name__}: {error}")
-        if value is None:
-            return Score(None)
-        if isinstance(value, Score):
-            number = value.reward
-        elif isinstance(value, int | float):
-            number = float(value)
-            value = Score(number, correct=number >= 1.0)
-        else:
-            return Score(None, error=f"returned {type(value).__name__}; a float, a Score or None is right")
-        if number is not None and not math.isfinite(number):
-            return Score(None, error=f"returned {number}; a reward must be finite")
-        return value
-
-    def gold(self, problem: Problem) -> str | None:
-        return problem.answer
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def _from_grade(result: GradeResult, formatted: bool) -> Score:
@@ -206,6 +168,10 @@ def load_function(path: str) -> RewardFunction:
         raise TaskError(
             f"reward {path!r}: module {error.name!r} can't be found; install it or put its folder on PYTHONPATH"
         ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a script that runs when imported would end the run with success
+        raise TaskError(f"reward {path!r}: importing module {module_name!r} failed: {said(error)}") from error
     function = vars(module).get(attribute)
     if not callable(function):
         raise TaskError(f"reward {path!r}: module {module_name!r} has no function {attribute!r}")
@@ -213,17 +179,24 @@ def load_function(path: str) -> RewardFunction:
         raise TaskError(f"reward {path!r} is a coroutine function; a plain function is needed")
     try:
         inspect.signature(function).bind(None, "", True)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TaskError(f"reward {path!r} must take (problem, completion, stopped): {error}") from error
     return cast(RewardFunction, function)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward and its factor in the sum."""
+    """A reward and its factor in the sum. Raises TaskError for a factor of 0 or none that is finite."""
 
     reward: Reward
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weight == 0 or not math.isfinite(self.weight):
+            raise TaskError(
+                f"reward {self.reward.name!r} has weight {self.weight}: nothing could be learned from it; remove the "
+                "reward, or give it a finite weight other than 0"
+            )
 
 
 class RewardSum:
@@ -269,6 +242,10 @@ class RewardSum:
         """A completion that scores full marks with the problem's metric; None if there is no reference answer."""
         return self._for(problem)[0].reward.gold(problem)
 
+    def names(self, problems: Seq[Problem]) -> tuple[str, ...]:
+        """Names of the rewards that judge these problems, each once."""
+        return tuple(dict.fromkeys(entry.reward.name for problem in problems for entry in self._for(problem)))
+
     def close(self) -> None:
         """End the processes of all graders."""
         for entry in self._by_name.values():
@@ -283,4 +260,9 @@ def _combine(plan: Seq[WeightedReward], scores: dict[str, Score]) -> Score:
         return Score(None, parts=parts, error="; ".join(errors))
     metric = scores[plan[0].reward.name]
     known = [entry.weight * value for entry in plan if (value := parts[entry.reward.name]) is not None]
-    return Score(sum(known) if known else None, metric.correct, metric.formatted, parts)
+    if not known:
+        return Score(None, metric.correct, metric.formatted, parts)
+    total = sum(known)
+    if fault := size_fault(total):
+        return Score(None, parts=parts, error=f"the weighted sum is {fault}")
+    return Score(total, metric.correct, metric.formatted, parts)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.records import Problem, Score
+from lockstep.tasks import function_reward
 from lockstep.tasks.errors import TaskError
 from lockstep.tasks.extract import last_boxed, last_number, stated_answer
 from lockstep.tasks.rewards import (
@@ -150,8 +156,68 @@ def test_a_grader_that_raises_yields_an_error_and_no_reward_also_beside_others()
     assert bad.parts == {"broken": None, "shape": 0.1}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, Score(math.nan), "1", [1.0]])
-def test_rewards_that_are_no_finite_number_are_errors(value):
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SystemExit(0), "own: SystemExit: 0"),
+        (SystemExit(), "own: SystemExit"),
+        (GeneratorExit(), "own: GeneratorExit"),
+        (asyncio.CancelledError(), "own: asyncio.exceptions.CancelledError"),
+        (BaseException("odd"), "own: BaseException: odd"),
+        (StopIteration(1), "own: StopIteration: 1"),
+        (MemoryError(), "own: MemoryError"),
+        (Unprintable(), "own: tests.unit.test_rewards.Unprintable: <exception str() failed>"),
+    ],
+)
+def test_nothing_that_a_reward_raises_ends_the_run(error, message):
+    def own(problem, completion, stopped):
+        raise error
+
+    assert score_one(RewardSum(weighted(own=(own, 1.0)))) == Score(None, parts={"own": None}, error=message)
+
+
+def test_an_interrupt_by_the_person_passes():
+    def own(problem, completion, stopped):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_one(RewardSum(weighted(own=(own, 1.0))))
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "correct"),
+    [
+        (1, 1.0, True),
+        (True, 1.0, True),
+        (np.float32(0.5), 0.5, False),
+        (np.float16(1), 1.0, True),
+        (np.int64(-2), -2.0, False),
+        (np.bool_(True), 1.0, True),
+        (np.bool_(False), 0.0, False),
+        (Fraction(1, 4), 0.25, False),
+        (Score(np.float32(0.5), correct=np.bool_(True)), 0.5, True),  # type: ignore[arg-type]
+        (Score(2), 2.0, None),
+        (1e9, 1e9, True),
+    ],
+)
+def test_any_real_number_is_a_reward_and_comes_out_as_pythons_own(value, number, correct):
+    score = score_one(RewardSum(weighted(own=(lambda p, c, s: value, 1.0))))
+    assert score == Score(number, correct, parts={"own": number})
+    assert type(score.reward) is float
+    assert score.correct is correct
+
+
+ODD = [math.nan, math.inf, -math.inf, Score(math.nan), "1", [1.0], 1j, Score("1"), np.str_("1"), np.complex64(1)]  # type: ignore[arg-type]
+HUGE = [1.1e9, -1e30, 10**400, np.float32(2e9), Score(1e10), np.float64(math.nan)]
+
+
+@pytest.mark.parametrize("value", [*ODD, *HUGE])
+def test_rewards_that_are_no_number_of_sensible_size_are_errors(value):
     score = score_one(RewardSum(weighted(odd=(lambda p, c, s: value, 1.0))))
     assert score.reward is None
     assert str(score.error).startswith("odd: returned ")
@@ -164,6 +230,47 @@ def test_a_row_may_be_judged_by_the_reward_that_it_names():
     scores = rewards.score([own, default, own], ["8", "8", "7"], [True, True, True])
     assert [score.reward for score in scores] == [1.0, 1.0, 0.0]
     assert [list(score.parts) for score in scores] == [["exact"], ["first"], ["exact"]]
+
+
+def test_a_weighted_sum_of_absurd_size_is_an_error_too():
+    score = score_one(RewardSum(weighted(big=(lambda p, c, s: 1e6, 1e6))))
+    assert (score.reward, score.error) == (
+        None,
+        "the weighted sum is 1e+12; a reward must lie within ±1e+09, scale it down",
+    )
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, -0.0, math.nan, math.inf, -math.inf])
+def test_weights_that_teach_nothing_are_refused_with_the_way_out(weight):
+    with pytest.raises(TaskError, match=r"reward 'own' has weight .*remove the reward, or give it a finite weight"):
+        WeightedReward(FunctionReward("own", exact), weight)
+
+
+def test_a_reward_that_hangs_is_named_with_the_problem_that_it_is_at(monkeypatch, caplog):
+    monkeypatch.setattr(function_reward, "SLOW_S", 0.02)
+
+    def slow(problem, completion, stopped):
+        deadline = time.monotonic() + 5
+        while problem.problem_id == "stuck" and not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return 1.0
+
+    FunctionReward("slow", slow).score([EIGHT, Problem("stuck", "q", "1")], ["x", "x"], [True, True])
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "reward slow has been scoring for 0.02 s: 1 of 2 completions are done, the next is of problem stuck" in (
+        record.getMessage()
+    )
+
+
+def test_a_reward_that_is_quick_is_not_named_and_leaves_no_timer(caplog):
+    threads = threading.active_count()
+    FunctionReward("quick", exact).score([EIGHT] * 3, ["x"] * 3, [True] * 3)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(timeout=5)
+    assert threading.active_count() <= threads
+    assert not caplog.records
 
 
 def test_reward_names_must_differ():
@@ -192,6 +299,22 @@ def test_a_users_reward_is_loaded_by_import_path(monkeypatch, tmp_path):
     (tmp_path / "my_rewards_for_test.py").write_text("def shout(problem, completion, stopped):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert score_one(RewardSum([WeightedReward(make_reward("my_rewards_for_test:shout"))])).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys\nsys.exit(0)\n", "importing module 'faulty_rewards_for_test' failed: SystemExit: 0"),
+        ("def f(:\n", "failed: .*\n[\\s\\S]*SyntaxError"),
+        ("1 / 0\n", "failed: ZeroDivisionError: division by zero"),
+        ("from math import nothing\n", "failed: ImportError: cannot import name 'nothing'"),
+    ],
+)
+def test_a_module_that_fails_when_imported_is_refused_with_the_reason(monkeypatch, tmp_path, source, message):
+    (tmp_path / "faulty_rewards_for_test.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TaskError, match=message):
+        load_function("faulty_rewards_for_test:f")
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,41 @@ def test_a_gold_answer_that_is_judged_wrong_stops_with_the_problems_name():
         prove_gold(listed(off_by_one))
 
 
+def test_a_graded_reward_that_is_taken_for_wrong_is_told_the_way_out():
+    with pytest.raises(TaskError, match=r"5 of 5 gold answers [\s\S]*returns Score\(reward, correct=None\)"):
+        prove_gold(listed(lambda problem, completion, stopped: 0.5))
+    graded = prove_gold(listed(lambda problem, completion, stopped: Score(0.5, correct=None)))
+    assert (graded.num_proved, graded.num_unproved) == (0, 5)
+
+
+def test_the_proof_says_what_it_runs_before_it_runs_it():
+    events = []
+
+    def noisy(problem: Problem, completion: str, stopped: bool) -> float:
+        events.append("scored")
+        return 1.0
+
+    prove_gold(listed(noisy), say=events.append)
+    assert events == ["proving 5 gold answers with reward own", *["scored"] * 5]
+    events.clear()
+    prove_gold(listed(noisy, answer=None), say=events.append)
+    assert events == []
+
+
+def test_the_proof_names_only_the_rewards_that_judge_the_rows():
+    rewards = RewardSum(
+        [WeightedReward(FunctionReward("first", exact)), WeightedReward(FunctionReward("second", exact))],
+        [FunctionReward("own", exact), FunctionReward("unused", exact)],
+        task_key="kind",
+    )
+    problems = [Problem("a", "q", "1", {"kind": "own"}), Problem("b", "q", "1"), Problem("c", "q", "1")]
+    said: list[str] = []
+    prove_gold(ListedTask("mine", problems[:2], problems[2:], rewards, seed=0), say=said.append)
+    [line] = said
+    assert line.startswith("proving 3 gold answers with rewards ")
+    assert set(line.removeprefix("proving 3 gold answers with rewards ").split(", ")) == {"own", "first", "second"}
+
+
 def test_a_grader_that_fails_on_gold_stops_with_its_error():
     def broken(problem: Problem, completion: str, stopped: bool) -> float:
         raise RuntimeError("no licence")
