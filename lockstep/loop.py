@@ -12,6 +12,8 @@ The gate judges before the optimizer moves. Spans name the phases; ``driver/`` h
 
 from __future__ import annotations
 
+import logging
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,9 +34,11 @@ from lockstep.driver.rows import (
     refit_metrics,
     rollout_metrics,
     time_metrics,
+    unscored_counts,
 )
 from lockstep.driver.scoring import score_models, self_agreement, split_for_optimizer
 from lockstep.hardware.cpu import return_freed_memory
+from lockstep.metrics.checkpoints import CheckpointError
 from lockstep.metrics.report import write_report
 from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
@@ -45,6 +49,8 @@ from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.spans import Recorder, recording, span
 from lockstep.train.advantages import prepare
 from lockstep.train.corrections import apply_corrections
+
+logger = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_GATE, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -58,7 +64,8 @@ def run_sync(
     its version is ``progress.version``; ``stop`` is on hold from the optimizer's first move to the end of the save.
     """
     config = parts.config
-    while progress.step < config.steps and not stop.requested:
+    stopping = stop.requested
+    while progress.step < config.steps and not stopping:
         step = progress.step + 1
         with span("step"):
             with span("rollout"):
@@ -66,7 +73,7 @@ def run_sync(
             trained = train_on(parts, sampled.rollouts, step, stop)
             row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
             row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
-            row |= parts.sampler.prompt_counts()
+            row |= parts.sampler.prompt_counts() | unscored_counts(sampled.rollouts)
             row |= trained.metrics
             with span("record"):
                 folder.write_rollouts(step, sampled.rollouts, trained.logprobs, console.token_texts(parts.decode))
@@ -84,9 +91,10 @@ def run_sync(
         if trained.stopped:
             keep_evidence(parts, folder, progress)
             return trained.verdict
-        if step % config.checkpoint.every == 0 or step == config.steps or stop.requested:
+        stopping = stop.requested  # read once: what stops the loop is what was saved
+        if step % config.checkpoint.every == 0 or step == config.steps or stopping:
             save_checkpoint(folder, parts, progress)
-            recorder.write(folder.path / TRACE)
+            write_trace(recorder, folder)
         stop.release()
     return None
 
@@ -192,7 +200,7 @@ def evaluate(parts: Parts, step: int) -> Row:
     """Held-out problems, one greedy completion each."""
     with span("eval"):
         rollouts = parts.sampler.evaluate(parts.config.eval.num_problems, step)
-    return rollout_metrics(rollouts, "eval/{}")
+    return rollout_metrics(rollouts, "eval/{}") | unscored_counts(rollouts, "eval") | {"eval/problems": len(rollouts)}
 
 
 def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: bool = False) -> int:
@@ -213,16 +221,23 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
                 start(parts, opened, console)
                 verdict = run_sync(parts, folder, progress, console, recorder, stop)
             except KeyboardInterrupt:
-                return interrupted(parts, opened, console)
+                last = save_finished(parts, opened, console)
+                console.say(f"stopped at once; {last}; {how_to_resume(folder)}")
+                return EXIT_INTERRUPTED
+            except Exception:
+                console.say(f"the run failed; {save_finished(parts, opened, console)}; {how_to_resume(folder)}")
+                raise
             finally:
-                recorder.write(folder.path / TRACE)
+                write_trace(recorder, folder)
         if verdict is not None:
             step = progress.step + 1
             console.say(f"stopped by the gate at step {step}; its batch is kept in rollouts/step-{step:06d}.parquet")
             finish(folder, console)
             return EXIT_GATE
         if progress.step < config.steps:
-            console.say(f"stopped after step {progress.step}, saved; {how_to_resume(folder)}")
+            saved = folder.latest_checkpoint()
+            last = f"last saved step: {saved[0]}" if saved else "no step was saved"
+            console.say(f"stopped after step {progress.step}; {last}; {how_to_resume(folder)}")
             return EXIT_INTERRUPTED
         return finish(folder, console)
 
@@ -242,21 +257,34 @@ def start(parts: Parts, opened: Opened, console: Console) -> None:
         console.say(f"held-out before: {heldout_text(before)}")
 
 
-def interrupted(parts: Parts, opened: Opened, console: Console) -> int:
-    """A stop at once: save the last finished step if the weights are still its."""
+def save_finished(parts: Parts, opened: Opened, console: Console) -> str:
+    """Save the last finished step if the weights are still its and it is not saved; says which step is. A save that
+    fails is told and not raised: what ended the run must be seen."""
     folder, progress = opened.folder, opened.progress
-    saved = folder.latest_checkpoint()
-    if progress.step > 0 and parts.trainer.version == progress.version and (saved is None or saved[0] < progress.step):
-        save_checkpoint(folder, parts, progress)
+    try:
         saved = folder.latest_checkpoint()
-    last = f"last saved step: {saved[0]}" if saved else "no step was saved"
-    console.say(f"stopped at once; {last}; {how_to_resume(folder)}")
-    return EXIT_INTERRUPTED
+        unsaved = progress.step > 0 and (saved is None or saved[0] < progress.step)
+        if unsaved and parts.trainer.version == progress.version:
+            save_checkpoint(folder, parts, progress)
+            saved = folder.latest_checkpoint()
+    except (OSError, CheckpointError) as error:
+        console.say(f"step {progress.step} could not be saved: {error}")
+        return "the last good checkpoint is the newest under checkpoints/"
+    return f"last saved step: {saved[0]}" if saved else "no step was saved"
+
+
+def write_trace(recorder: Recorder, folder: RunFolder) -> None:
+    """Write ``trace.json``. Its failure is a warning: a trace must not hide what ended a run."""
+    try:
+        recorder.write(folder.path / TRACE)
+    except OSError as error:
+        logger.warning("trace.json could not be written: %s", error)
 
 
 def how_to_resume(folder: RunFolder) -> str:
     """The command that continues this run."""
-    return f"resume with: lockstep train {folder.path / CONFIG} --run-dir {folder.path}"
+    command = shlex.join(["lockstep", "train", str(folder.path / CONFIG), "--run-dir", str(folder.path)])
+    return f"resume with: {command}"
 
 
 def finish(folder: RunFolder, console: Console) -> int:
@@ -264,6 +292,9 @@ def finish(folder: RunFolder, console: Console) -> int:
     report = write_report(folder.path)
     evaluations = [row for row in folder.metrics() if "eval/accuracy" in row]
     if len(evaluations) >= 2:
+        sizes = {row.get("eval/problems") for row in (evaluations[0], evaluations[-1])}
+        if len(sizes) > 1:
+            console.result("before and after are of different numbers of problems and can't be compared:")
         console.result(f"held-out before: {heldout_text(evaluations[0])}")
         console.result(f"held-out after:  {heldout_text(evaluations[-1])}")
     console.result(f"report: {report}")

@@ -222,6 +222,12 @@ class AlgorithmConfig(Section):
         description="Samples cut by max_new_tokens: keep, mask their loss, or subtract truncated_penalty.",
     )
     truncated_penalty: float = Field(default=0.0, ge=0, description="What penalise subtracts from the reward.")
+    max_failed_share: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Largest share of a batch whose grader or generation may fail; above it the run stops.",
+    )
     kl: KlConfig = KlConfig()
     corrections: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

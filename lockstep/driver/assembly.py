@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.config.gate_checks import bounds_for
-from lockstep.config.schema import AlgorithmConfig, ModelSource, RunConfig
+from lockstep.config.schema import AlgorithmConfig, ModelSource, PromptConfig, RunConfig
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.profile import choose, detect
@@ -82,7 +82,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     task = build_task(config.task)
     try:
         with span("start/task"):
-            say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS)))
+            say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS, say=say)))
         with span("start/load"):
             tokenizer = load_tokenizer(config.model)
             model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
@@ -106,18 +106,22 @@ def _connect(
 ) -> Parts:
     stop_ids = stop_token_ids(tokenizer, model)
     vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-    renderer = PromptRenderer(tokenizer, config.prompt)
-    if warm_up and config.supervised.steps:
+    renderer = PromptRenderer(tokenizer, within_context(config.prompt, model, say))
+    # The reference is the policy that reinforcement learning starts from: a resumed run makes it again.
+    starts_from_here = config.algorithm.kl.place != "off" and config.reference is None
+    if (warm_up or starts_from_here) and config.supervised.steps:
         with span("start/supervised"):
             say(run_supervised(config, model, task, renderer, tokenizer, vocab_limit))
 
     def decode(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def decode_all(tokens: Sequence[int]) -> str:  # a stop string may be a special token
+        return tokenizer.decode(list(tokens), skip_special_tokens=False)
+
     engine_model = copy.deepcopy(model).to(torch_dtype(config.rollout.dtype))
-    engine = TorchEngine(engine_model, config.rollout, decode=decode, vocab_limit=vocab_limit)
-    needs_reference = config.algorithm.kl.place != "off"
-    reference_source = config.reference or config.model
+    engine = TorchEngine(engine_model, config.rollout, decode=decode_all, vocab_limit=vocab_limit)
+    initial = copy.deepcopy(model) if starts_from_here else None
     return Parts(
         config=config,
         task=task,
@@ -141,17 +145,23 @@ def _connect(
             stop_token_ids=stop_ids,
             runner=runner,
         ),
-        reference=_scorer(reference_source, config, device, vocab_limit) if needs_reference else None,
-        teacher=_scorer(config.teacher, config, device, vocab_limit) if config.teacher is not None else None,
+        reference=_scorer(config.reference, config, device, vocab_limit, initial),
+        teacher=_scorer(config.teacher, config, device, vocab_limit),
         transport=make_transport(config.refit.transport),
         gate=gate,
         refit_steps=[],
     )
 
 
-def _scorer(source: ModelSource, config: RunConfig, device: str, vocab_limit: int) -> Scorer:
-    """A frozen model that scores sequences, in the trainer's precision and at the run's temperature."""
-    model = load_model(source, torch_dtype(config.trainer.dtype), device)
+def _scorer(
+    source: ModelSource | None, config: RunConfig, device: str, vocab_limit: int, model: Any = None
+) -> Scorer | None:
+    """``model``, or the one that ``source`` names, frozen: it scores sequences in the trainer's precision and at the
+    run's temperature. None where there is neither."""
+    if model is None and source is None:
+        return None
+    if model is None and source is not None:
+        model = load_model(source, torch_dtype(config.trainer.dtype), device)
     return ReferenceScorer(
         model,
         temperature=config.rollout.temperature,
@@ -160,6 +170,16 @@ def _scorer(source: ModelSource, config: RunConfig, device: str, vocab_limit: in
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         packing=config.trainer.packing,
     )
+
+
+def within_context(prompt: PromptConfig, model: Any, say: Callable[[str], None]) -> PromptConfig:
+    """The prompt settings with ``max_tokens`` lowered to what the model's context can hold with one answer token, so
+    that ``prompt.overlong`` applies to prompts that could not be answered at all."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None or prompt.max_tokens < context:
+        return prompt
+    say(f"prompt.max_tokens: {context - 1} instead of {prompt.max_tokens} (the model's context is {context} tokens)")
+    return prompt.model_copy(update={"max_tokens": context - 1})
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:

@@ -30,7 +30,9 @@ class Console:
         self._stderr.print(step_line(row, num_steps))
         if row["verdict/status"] != "pass":
             self.say(f"  {row['verdict/sentence']}")
-        if "eval/accuracy" in row:
+        if row.get("rollout/failed"):
+            self.say(f"  {row['rollout/failed']} samples have no score, first: {row['rollout/first_error']}")
+        if "eval/problems" in row:
             self.say(f"  held-out: {heldout_text(row)}")
 
     def result(self, text: str) -> None:
@@ -46,4 +48,7 @@ class Console:
 def heldout_text(row: Mapping[str, object]) -> str:
     """An evaluation in words: correctness and form apart."""
     words = {"eval/accuracy": "correct", "eval/format": "in the asked form", "eval/truncated": "cut off"}
-    return ", ".join(f"{row[key]:.3f} {word}" for key, word in words.items() if key in row)
+    told = [f"{row[key]:.3f} {word}" for key, word in words.items() if key in row]
+    if row.get("eval/unscored"):
+        told.append(f"{row['eval/unscored']} of {row['eval/problems']} without a score: {row.get('eval/first_error')}")
+    return ", ".join(told or ["no score"])

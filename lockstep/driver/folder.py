@@ -12,6 +12,7 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.load import ResolvedConfig, dump_resolved, flatten, load_run_config
 from lockstep.config.schema import RunConfig
 from lockstep.driver.assembly import Parts
+from lockstep.driver.inputs import changed_inputs, fingerprints
 from lockstep.driver.progress import FILE as PROGRESS_FILE
 from lockstep.driver.progress import Progress
 from lockstep.metrics.run_folder import CONFIG, RunFolder
@@ -45,20 +46,33 @@ def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
     """
     folder = RunFolder(run_dir)
     try:
-        if folder.config_text() is None or _changed_keys(resolved, run_dir):
+        latest = folder.latest_checkpoint()
+        began = latest is not None or bool(folder.metrics())
+        if not began or _changed_keys(resolved, run_dir):  # a run that never began may be anything
             folder.write_config(dump_resolved(resolved))
         folder.write_environment(environment())
-        latest = folder.latest_checkpoint()
+        inputs = fingerprints(resolved.config)
         if latest is None:
             folder.rewind(-1)
-            return Opened(folder, Progress(), None)
+            return Opened(folder, Progress(inputs=inputs), None)
         step, checkpoint = latest
         progress = Progress.load(checkpoint)
+        _refuse_other_inputs(progress.inputs, inputs, run_dir)
         folder.rewind(step)
         return Opened(folder, progress, checkpoint)
     except BaseException:
         folder.close()
         raise
+
+
+def _refuse_other_inputs(before: dict[str, str], now: dict[str, str], run_dir: Path) -> None:
+    changed = changed_inputs(before, now)
+    if changed:
+        way_out = "put the earlier file back, or start a new run with another --run-dir"
+        raise ConfigError(
+            f"resuming {run_dir}",
+            [Violation(key, "the file that it names has changed since the run began", way_out) for key in changed],
+        )
 
 
 def _changed_keys(resolved: ResolvedConfig, run_dir: Path) -> list[str]:

@@ -96,6 +96,7 @@ class GroupSampler:
         while True:
             prompts, cursor = self._prompts("train", cursor, wanted - num_kept, prefix=f"step-{step}")
             rollouts = self._rollouts(prompts, self.algorithm.group_size, self.sampling)
+            self._refuse_failures(rollouts)
             num_tokens += sum(rollout.num_sampled_tokens for rollout in rollouts)
             if not dynamic.enabled:
                 return SampledGroups(tuple(rollouts), cursor, 0, num_tokens)
@@ -118,6 +119,15 @@ class GroupSampler:
         """One greedy completion of each of the first ``num_problems`` held-out problems."""
         prompts, _ = self._prompts("heldout", 0, num_problems, prefix=f"eval-{step}")
         return tuple(self._rollouts(prompts, 1, replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)))
+
+    def _refuse_failures(self, rollouts: Seq[Rollout]) -> None:
+        """Training on the few samples that a broken grader can score would look like success."""
+        errors = [rollout.score.error for rollout in rollouts if rollout.score.error is not None]
+        if len(errors) > self.algorithm.max_failed_share * len(rollouts):
+            raise GroupError(
+                f"{len(errors)} of {len(rollouts)} samples could not be generated or scored, more than "
+                f"algorithm.max_failed_share {self.algorithm.max_failed_share:g} allows; first: {errors[0]}"
+            )
 
     def _prompts(
         self, split: Literal["train", "heldout"], cursor: int, count: int, *, prefix: str

@@ -14,12 +14,13 @@ FORMAT = 1
 @dataclass
 class Progress:
     """``step``: last finished step; ``version``: the policy's after it; ``cursor``: next training problem; ``gate``:
-    the gate's state."""
+    the gate's state; ``inputs``: what the run reads from outside, by content (``inputs.fingerprints``)."""
 
     step: int = 0
     version: int = 0
     cursor: int = 0
     gate: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
 
     def advance(self, step: int, version: int, cursor: int, gate: dict[str, Any]) -> None:
         """The step is finished."""

@@ -51,9 +51,15 @@ def rollout_metrics(rollouts: Seq[Rollout], prefix: str) -> Row:
     for name in sorted({name for score in scores for name in score.parts}):
         values = [score.parts[name] for score in scores if score.parts.get(name) is not None]
         columns[f"part_{_metric_word(name)}"] = [float(value) for value in values if value is not None]
-    row: Row = {prefix.format(name): sum(values) / len(values) for name, values in columns.items() if values}
-    row[prefix.format("unscored")] = sum(score.reward is None for score in scores)
-    return row
+    return {prefix.format(name): sum(values) / len(values) for name, values in columns.items() if values}
+
+
+def unscored_counts(rollouts: Seq[Rollout], group: str = "rollout") -> Row:
+    """Samples without a reward, and those of them whose grader or generation failed; the first failure in words."""
+    errors = [rollout.score.error for rollout in rollouts if rollout.score.error is not None]
+    row: Row = {f"{group}/unscored": sum(rollout.score.reward is None for rollout in rollouts)}
+    row[f"{group}/failed"] = len(errors)
+    return row | ({f"{group}/first_error": errors[0]} if errors else {})
 
 
 def _metric_word(name: str) -> str:
@@ -132,6 +138,7 @@ def step_line(row: Row, num_steps: int) -> str:
             *shown("format/mean", "form {:.2f}"),
             *(agreement or ["agreement not measured"]),
             f"[{STYLES[status]}]{status}[/{STYLES[status]}] (bound {row['agreement/bound']:.2g})",
+            *([f"[red]unscored {row['rollout/unscored']}[/red]"] if row.get("rollout/unscored") else []),
             *shown("throughput/generated_tokens_per_s", "sampled {:.0f} tok/s"),
             *shown("throughput/trained_tokens_per_s", "trained {:.0f} tok/s"),
             *shown("time/refit_s", "refit {:.2f} s"),

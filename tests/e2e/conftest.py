@@ -36,7 +36,11 @@ def command(*arguments: str) -> list[str]:
 
 
 def start(
-    run_dir: Path, settings: Sequence[str] = SMALL, recipe: str = "tiny-qwen3-moe", **options: object
+    run_dir: Path,
+    settings: Sequence[str] = SMALL,
+    recipe: str = "tiny-qwen3-moe",
+    python_path: Path | None = None,
+    **options: object,
 ) -> subprocess.Popen[str]:
     """Start ``lockstep train``; output is captured."""
     overrides = [argument for setting in settings for argument in ("--set", setting)]
@@ -45,7 +49,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(python_path or "")},
         **options,  # pyright: ignore[reportArgumentType]
     )
 

@@ -137,3 +137,55 @@ def test_a_full_disk_during_a_save_leaves_the_last_good_checkpoint(straight_run:
     code, _, err = run(run_dir)
     assert code == 0, err
     assert_same_run(straight_run, run_dir)
+
+
+def test_a_run_that_fails_saves_its_last_finished_step(tmp_path: Path) -> None:
+    reward = tmp_path / "fragile.py"
+    reward.write_text(
+        "calls = []\n"
+        "def fragile(problem, completion, stopped):\n"
+        "    calls.append(completion)\n"
+        "    if len(calls) > 140:\n"
+        "        raise ValueError('the grader lost its data')\n"
+        "    return 1.0 if completion.strip() == problem.answer else 0.0\n"
+    )
+    run_dir = tmp_path / "fails"
+    settings = [*SMALL, "checkpoint.every=100", 'task.rewards=[{name="fragile:fragile"}]', "task.stop_bonus=0.2"]
+    code, _, err = run(run_dir, settings, cwd=tmp_path, python_path=tmp_path)
+    assert code == 1
+    assert "the grader lost its data" in err
+    assert "max_failed_share" in err
+    finished = read_jsonl(run_dir / "metrics.jsonl")[-1]["step"]
+    latest = Checkpoints(run_dir / "checkpoints").latest()
+    assert finished != 0
+    assert latest is not None
+    assert latest[0] == finished
+    reward.write_text(reward.read_text() + "# mended\n")
+    code, _, err = run(run_dir, settings, cwd=tmp_path, python_path=tmp_path)
+    assert code == 2, "another grader is another run"
+    assert "task.rewards[0]" in err
+
+
+def test_a_typo_in_the_first_try_does_not_burn_the_run_folder(tmp_path: Path) -> None:
+    run_dir = tmp_path / "typo"
+    code, _, err = run(run_dir, [*SMALL, 'task={kind="file", path="no-such-file.jsonl"}'])
+    assert code == 2
+    assert "no-such-file.jsonl" in err
+    code, _, err = run(run_dir, [*SMALL, "steps=1"])
+    assert code == 0, err
+
+
+def test_kl_to_the_initial_policy_starts_at_zero_after_a_warm_up_and_after_a_resume(tmp_path: Path) -> None:
+    settings = [*SMALL, 'algorithm.kl={place="loss", estimator="k3", coefficient=0.1}', "trainer.learning_rate=0.001"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    code, _, err = run(straight, settings)
+    assert code == 0, err
+    rows = read_jsonl(straight / "metrics.jsonl")
+    assert abs(float(rows[1]["kl"])) < 1e-6  # pyright: ignore[reportArgumentType]
+    assert float(rows[-1]["kl"]) > 1e-6  # pyright: ignore[reportArgumentType]
+    process = start(resumed, settings)
+    assert wait_for(process, lambda: (resumed / "checkpoints" / "step-000002").exists())
+    kill(process)
+    code, _, err = run(resumed, settings)
+    assert code == 0, err
+    assert_same_run(straight, resumed)

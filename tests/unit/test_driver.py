@@ -11,7 +11,14 @@ import pytest
 
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
 from lockstep.driver.progress import Progress
-from lockstep.driver.rows import duplicate_share, over_optimizer_steps, rollout_metrics, step_line, time_metrics
+from lockstep.driver.rows import (
+    duplicate_share,
+    over_optimizer_steps,
+    rollout_metrics,
+    step_line,
+    time_metrics,
+    unscored_counts,
+)
 from lockstep.driver.scoring import split_for_optimizer
 from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
 
@@ -67,10 +74,15 @@ def test_means_are_over_rollouts_that_have_the_value_and_absent_otherwise() -> N
     assert row["reward/mean"] == 0.5
     assert row["accuracy/mean"] == 0.5
     assert row["part_exact/mean"] == 0.5
-    assert row["unscored/mean"] == 1
     assert row["length_tokens/mean"] == pytest.approx(4 / 3)
     assert "format/mean" not in row
     assert "part_user_fn/mean" not in row
+    assert unscored_counts(rollouts) == {
+        "rollout/unscored": 1,
+        "rollout/failed": 1,
+        "rollout/first_error": "grader died",
+    }
+    assert unscored_counts(rollouts[:2], "eval") == {"eval/unscored": 0, "eval/failed": 0}
     assert duplicate_share([]) == {}
     assert duplicate_share([*rollouts, make_rollout("d", [3], Score(1.0))])["rollout/duplicate_share"] == 0.25
 

@@ -59,7 +59,13 @@ class FakeTask:
 
 
 def make_sampler(
-    engine: FakeEngine, task: FakeTask, runner: asyncio.Runner, *, max_tokens: int = 10, refills: int | None = None
+    engine: FakeEngine,
+    task: FakeTask,
+    runner: asyncio.Runner,
+    *,
+    max_tokens: int = 10,
+    refills: int | None = None,
+    max_failed_share: float = 1.0,
 ) -> GroupSampler:
     dynamic = DynamicSamplingConfig(enabled=refills is not None, max_refill_rounds=refills or 1)
     return GroupSampler(
@@ -68,7 +74,7 @@ def make_sampler(
         PromptRenderer(TOKENIZER, PromptConfig(format="raw", max_tokens=max_tokens, overlong="skip")),
         TOKENIZER.decode,
         RolloutConfig(max_new_tokens=4),
-        AlgorithmConfig(num_prompts=2, group_size=3, dynamic_sampling=dynamic),
+        AlgorithmConfig(num_prompts=2, group_size=3, dynamic_sampling=dynamic, max_failed_share=max_failed_share),
         seed=5,
         stop_token_ids=(2,),
         runner=runner,
@@ -122,6 +128,13 @@ def test_what_did_not_finish_is_not_scored_as_zero(runner: asyncio.Runner, reaso
     assert [r.status for r in lost] == [status] * 2
     assert all(r.score.reward is None and r.score.error for r in lost)
     assert len(task.scored) == 4
+
+
+def test_too_many_failures_stop_the_run_instead_of_training_on_the_rest(runner: asyncio.Runner) -> None:
+    engine = FakeEngine(lambda request_id: ("1", "failed" if request_id.endswith("/0") else "stop"))
+    with pytest.raises(GroupError, match=r"2 of 6 .*max_failed_share 0\.25"):
+        make_sampler(engine, FakeTask(), runner, max_failed_share=0.25).sample(1, 0)
+    assert make_sampler(engine, FakeTask(), runner, max_failed_share=0.34).sample(1, 0).rollouts
 
 
 def test_a_cut_off_sample_is_scored_and_called_truncated(runner: asyncio.Runner) -> None:
