@@ -158,9 +158,9 @@ def _scorer(
 ) -> Scorer | None:
     """``model``, or the one that ``source`` names, frozen: it scores sequences in the trainer's precision and at the
     run's temperature. None where there is neither."""
-    if model is None and source is None:
-        return None
-    if model is None and source is not None:
+    if model is None:
+        if source is None:
+            return None
         model = load_model(source, torch_dtype(config.trainer.dtype), device)
     return ReferenceScorer(
         model,
