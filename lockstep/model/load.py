@@ -100,11 +100,29 @@ def _folder_model(source: PathModel, dtype: torch.dtype) -> PreTrainedModel:
         local_files_only=True,
         output_loading_info=True,
     )
+    return _filled(loaded, f"model.path: {folder}")
+
+
+def _filled(loaded: tuple[Any, dict[str, Any]], where: str) -> Any:
+    """The model out of (model, loading info). Raises ModelError unless the weights and the model have the same tensors.
+
+    transformers would only log it, and go on with random weights in place of missing ones, or without layers that the
+    configuration does not count. What a class knows to be superfluous is not in its list of unexpected keys.
+    """
     model, info = loaded
-    problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
+    kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape", "error_msgs": "unreadable"}
+    kinds |= {"unexpected_keys": "unknown to the model"}
+    problems = []
+    for kind, words in kinds.items():
+        names = sorted(map(str, info.get(kind) or ()))
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            problems.append(f"{words}: {', '.join(names[:5])}{more}")
     if problems:
-        # transformers would go on with random weights in their place, and only log it.
-        raise ModelError(f"model.path: {folder} does not fill the model: {problems}")
+        raise ModelError(
+            f"{where} has other tensors than the model that its configuration describes; {'; '.join(problems)}. Use "
+            "weights and a configuration that were saved together"
+        )
     return model
 
 
@@ -120,7 +138,10 @@ def _gguf_model(source: GgufModel, dtype: torch.dtype) -> PreTrainedModel:
         options["quantization_config"] = GgufConfig(dequantize=True)
     except ImportError:
         pass
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True, **options
+    )
+    model = _filled(loaded, f"model: {path}")
     # What remains of the quantised origin would make the model refuse training, casting and plain saving.
     model.config.__dict__.pop("quantization_config", None)
     model.__dict__.update(is_quantized=False, hf_quantizer=None)

@@ -1,0 +1,139 @@
+"""A model is loaded only if its weights and its configuration describe the same tensors: folders and GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.config.schema import GgufModel, PathModel, RandomModel
+from lockstep.model.load import ModelError, load_model
+
+_FIELDS: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+
+
+def exported(folder: Path, model_type: str = "qwen3", **fields: Any) -> Path:
+    source = RandomModel(model_type=model_type, config={**_FIELDS, **fields}, seed=3)
+    load_model(source, torch.float32).save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+
+
+def edit_weights(folder: Path, add: dict[str, torch.Tensor] | None = None, drop: str | None = None) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path) | (add or {})
+    save_file({name: weight for name, weight in weights.items() if name != drop}, path, {"format": "pt"})
+
+
+def load(folder: Path) -> Any:
+    return load_model(PathModel(path=str(folder)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_an_exported_model_loads_with_the_same_weights(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
+    first = load_model(RandomModel(model_type=model_type, config={**_FIELDS, **fields}, seed=3), torch.float32)
+    loaded = load(exported(tmp_path, model_type, **fields)).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in first.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_hidden_layers": 1}, r"unknown to the model: model\.layers\.1\."),
+        ({"num_hidden_layers": 3}, r"missing: model\.layers\.2\."),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"unknown to the model: .*q_norm"),
+        ({"attention_bias": True}, r"missing: .*bias"),
+    ],
+)
+def test_a_configuration_of_other_tensors_is_refused_whichever_way_it_differs(
+    tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    """Fault G17: more layers than the configuration counts were left out in silence."""
+    edit_config(exported(tmp_path), **fields)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path)
+
+
+def test_one_tensor_too_many_or_too_few_is_refused_and_named(tmp_path: Path) -> None:
+    edit_weights(exported(tmp_path / "more"), add={"model.layers.0.self_attn.gate.weight": torch.ones(2)})
+    with pytest.raises(ModelError, match=r"unknown to the model: model\.layers\.0\.self_attn\.gate\.weight"):
+        load(tmp_path / "more")
+    edit_weights(exported(tmp_path / "less"), drop="model.norm.weight")
+    with pytest.raises(ModelError, match=r"missing: model\.norm\.weight"):
+        load(tmp_path / "less")
+
+
+def test_what_the_architecture_knows_to_be_superfluous_is_let_pass(tmp_path: Path) -> None:
+    """Old checkpoints hold rotary frequencies, which are computed now."""
+    edit_weights(exported(tmp_path), add={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert load(tmp_path).config.num_hidden_layers == 2
+
+
+_BLOCK = {
+    **{f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")},
+    "attn_norm": (32,),
+    "ffn_norm": (32,),
+    "ffn_gate": (64, 32),
+    "ffn_up": (64, 32),
+    "ffn_down": (32, 64),
+}
+
+
+def write_gguf(path: Path, counted: int, drop: str = "") -> GgufModel:
+    """A Llama of two blocks whose header counts ``counted``, without the tensor ``drop``."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(counted)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(50)
+    writer.add_token_list(["a"] * 50)
+    shapes = {"token_embd": (50, 32), "output_norm": (32,), "output": (50, 32)}
+    shapes |= {f"blk.{block}.{name}": shape for block in range(2) for name, shape in _BLOCK.items()}
+    for name, shape in shapes.items():
+        if name != drop:
+            writer.add_tensor(f"{name}.weight", np.full(shape, 0.5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufModel(path=str(path))
+
+
+def test_a_gguf_file_that_does_not_fill_its_model_is_refused(tmp_path: Path) -> None:
+    whole = load_model(write_gguf(tmp_path / "whole.gguf", counted=2), torch.float32)
+    assert all(bool((weight == 0.5).all()) for weight in whole.state_dict().values())
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.2\."):
+        load_model(write_gguf(tmp_path / "counts-more.gguf", counted=3), torch.float32)
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(write_gguf(tmp_path / "lacks-one.gguf", counted=2, drop="blk.1.ffn_up"), torch.float32)
