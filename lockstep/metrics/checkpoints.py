@@ -3,7 +3,7 @@
 ::
 
     checkpoints/
-      .step-000020.partial/   being written; removed when the run folder is opened again
+      .step-000020.partial/   being written; removed when a run takes the folder up again
       step-000010/            complete: holds complete.json, written last, and every file that it lists
       .step-000005.deleting/  being removed; tried again later if the removal failed
 
@@ -41,10 +41,17 @@ class CheckpointError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in the folder ``root``. One writer at a time (the run folder's lock)."""
+    """The checkpoints of one run, in the folder ``root``, which need not be there. Anyone may read.
+
+    What writes (``recover``, ``begin``, ``finish``, ``abandon``, ``saving``, ``prune``) is for the one process that
+    holds the run folder's lock: a reader can't tell a save that is going on from one that a crash cut short.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
+
+    def recover(self) -> None:
+        """Make the folder and remove what a crash left unfinished. Only for the holder of the run folder's lock."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
 
@@ -53,7 +60,9 @@ class Checkpoints:
         return self.root / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a folder under its final name, oldest first; verified or not."""
+        """Steps that have a folder under its final name, oldest first; verified or not. None if ``root`` is missing."""
+        if not self.root.is_dir():
+            return []
         matches = (_FINAL.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
@@ -87,7 +96,7 @@ class Checkpoints:
         return None
 
     def check_space(self, estimate_bytes: int) -> None:
-        """Raise CheckpointError unless the disk has ``estimate_bytes`` free for this user."""
+        """Raise CheckpointError unless the disk has ``estimate_bytes`` free for this user. Needs ``root`` to exist."""
         free_bytes = shutil.disk_usage(self.root).free
         if free_bytes < estimate_bytes:
             raise CheckpointError(
@@ -100,6 +109,7 @@ class Checkpoints:
         a good one, or when the disk has less than ``estimate_bytes`` free; nothing has been written then."""
         if self.has(step):
             raise CheckpointError(f"step {step} already has a complete checkpoint in {self.path(step)}")
+        self.root.mkdir(parents=True, exist_ok=True)
         self.check_space(estimate_bytes)
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -177,7 +187,7 @@ class Checkpoints:
         return True
 
     def _remove_leftovers(self) -> None:
-        for entry in sorted(self.root.iterdir()):
+        for entry in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if entry.name.endswith(".partial"):
                 logger.warning("removing %s, left by a save that did not finish", entry)
             if entry.name.endswith((".partial", ".deleting")):

@@ -95,6 +95,7 @@ class RunFolder:
                 logger.warning("removing %s, left by a write that did not finish", temporary)
                 temporary.unlink()
             self.checkpoints = Checkpoints(self.path / "checkpoints")
+            self.checkpoints.recover()
             self._metrics = JsonlSink(self.path / METRICS, order_key="step")
             self._refits = JsonlSink(self.path / REFITS)
             self._agreement = JsonlSink(self.path / AGREEMENT)

@@ -443,6 +443,7 @@ def test_a_crash_at_any_call_of_save_and_prune_leaves_a_good_checkpoint(
             except Crash:
                 died = True
         store = Checkpoints(root)
+        store.recover()
         latest = store.latest()
         assert latest is not None
         assert_whole(*latest)
@@ -457,6 +458,36 @@ def test_a_crash_at_any_call_of_save_and_prune_leaves_a_good_checkpoint(
     assert outcomes[0] == 10
     assert outcomes[-1] == 15
     assert outcomes == sorted(outcomes)
+
+
+def test_a_reader_of_checkpoints_changes_nothing_while_a_save_goes_on(tmp_path: Path) -> None:
+    """Every reading method, on a folder with a good, a damaged, a half-written and a half-deleted checkpoint."""
+    with RunFolder(tmp_path / "run") as folder:
+        root = folder.checkpoints.root
+        for step in (1, 2):
+            save(folder.checkpoints, step)
+        (root / "step-000002" / "complete.json").unlink()
+        (root / ".step-000000.deleting").mkdir()
+        with folder.saving_checkpoint(3) as partial:
+            (partial / "model.bin").write_bytes(b"m")
+            before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+            reader = Checkpoints(root)
+            assert (reader.steps(), reader.has(1), reader.has(2)) == ([1, 2], True, False)
+            assert reader.latest() == (1, root / "step-000001")
+            assert reader.problems(2)
+            assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+        assert Checkpoints(root).latest() == (3, root / "step-000003")
+    RunFolder(folder.path).close()
+    assert not list(root.glob(".*")), "what a crash left is removed by the next run"
+
+
+def test_a_missing_checkpoint_folder_reads_as_no_checkpoints_and_is_not_made(tmp_path: Path) -> None:
+    reader = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert (reader.steps(), reader.latest(), reader.has(1)) == ([], None, False)
+    assert reader.problems(1) == ["it has no complete.json"]
+    assert not list(tmp_path.iterdir())
+    save(reader, 1)  # a writer needs no call beforehand
+    assert reader.latest() == (1, reader.path(1))
 
 
 @pytest.mark.parametrize("seed", range(3))
