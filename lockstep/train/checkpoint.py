@@ -18,8 +18,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 
 class CheckpointError(RuntimeError):
@@ -28,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write ``tensors`` as a DCP folder at ``path``, flushed to the disk. Errors of the file system come through."""
-    writer = FileSystemWriter(path, sync_files=True, single_file_per_rank=True)
+    writer = _Writer(path, sync_files=True, single_file_per_rank=True)
     with _plain_errors():
         save(dict(tensors), storage_writer=writer, no_dist=_no_dist())
 
@@ -42,6 +45,33 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise CheckpointError(f"checkpoint {path} does not fit this trainer; nothing was loaded:\n  {shown}{more}")
     with _plain_errors():
         load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=_no_dist())
+
+
+class _Writer(FileSystemWriter):
+    """When a write fails, torch.save's clean-up finds its archive cut short and raises a RuntimeError about that
+    (``inline_container.cc: unexpected pos``) in place of the file system's error: raise the latter. This happens on the
+    rank itself, because an error loses its context on the way to the other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = _file_system_error_behind(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, cause.filename) from error
+
+
+def _file_system_error_behind(error: BaseException) -> OSError | None:
+    """The OSError in whose handling ``error`` came up, directly or not; None if there is none."""
+    todo, seen = [error], set[int]()
+    while todo:
+        found = todo.pop()
+        if isinstance(found, OSError):
+            return found
+        seen.add(id(found))
+        todo += [e for e in (found.__context__, found.__cause__) if e is not None and id(e) not in seen]
+    return None
 
 
 def _no_dist() -> bool:
