@@ -49,8 +49,9 @@ class TorchEngine:
     """``interfaces.Engine`` over a module that the engine owns.
 
     ``decoder`` is what computes: a ``FastDecoder`` or a ``ModuleDecoder``. ``decode`` (token ids to text) is needed for
-    stop strings only. ``vocab_limit`` cuts logits beyond the tokenizer's vocabulary; the trainer must cut the same.
-    ``stop_token_ids`` are added to every request's own.
+    stop strings only, and must keep special tokens, or a stop string that is one never fires. ``vocab_limit`` cuts
+    logits beyond the tokenizer's vocabulary; the trainer must cut the same. ``stop_token_ids`` are added to every
+    request's own.
     """
 
     def __init__(

@@ -60,6 +60,25 @@ def test_a_stop_string_across_token_borders_ends_after_the_token_that_completes_
     assert len(stopped.logprobs) == len(stopped.tokens)
 
 
+@pytest.mark.parametrize("needle", ["<pad>", "<bos>", "<eos>"])
+def test_a_stop_string_that_is_a_special_token_fires_if_decode_keeps_special_tokens(needle):
+    """With 8 ids to choose from the special one comes up soon; the engine has not been told its id."""
+    tokenizer = CharacterTokenizer()
+    special = ["<pad>", "<bos>", "<eos>"].index(needle)
+    model = tiny_model("qwen3")
+
+    def keep_special(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    request = make_request("s", [3, 4, 5], max_new_tokens=60, stop_strings=(needle,))
+    (stopped,) = run(make_engine(model, decode=keep_special, vocab_limit=8), [request])
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens.tolist().index(special) == len(stopped.tokens) - 1
+    assert len(stopped.logprobs) == len(stopped.tokens)
+    (missed,) = run(make_engine(model, decode=tokenizer.decode, vocab_limit=8), [request])
+    assert missed.finish_reason == "length", "text without special tokens can't show it"
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
