@@ -19,7 +19,7 @@ from lockstep.metrics.report import write_report
 from lockstep.metrics.report.collect import collect
 from lockstep.metrics.report.page import escape_json, render_page
 from lockstep.metrics.report.samples import MAX_TOKENS, choose_samples, spread
-from lockstep.metrics.run_folder import RunFolder
+from lockstep.metrics.run_folder import RunFolder, RunFolderError
 from tests.synthetic_run import HOSTILE, make_rollout, make_run, metric_row, noisy, receipt, token_texts
 
 
@@ -223,6 +223,15 @@ def test_a_run_that_stopped_early_is_called_unfinished(tmp_path: Path) -> None:
     data = report_data(tmp_path / "run")
     assert any("7 of 20 steps are recorded" in note for note in data["notes"])
     assert data["steps"] == [7]
+
+
+@pytest.mark.parametrize("content", [(), ("notes.txt",), ("environment.json", "rollouts.txt")])
+def test_a_folder_that_no_run_wrote_is_refused_and_left_alone(tmp_path: Path, content: tuple[str, ...]) -> None:
+    for name in content:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(RunFolderError, match=r"neither config\.toml nor metrics\.jsonl"):
+        write_report(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(content)
 
 
 def test_no_folder_and_broken_files_are_errors(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ REPORT = "report.html"
 def write_report(run_dir: Path | str) -> Path:
     """Write ``report.html`` into a run folder, whole or not at all, and return its path.
 
-    Works on a run that is going on or stopped early: what is missing is said on the page. Needs no lock. Raises
-    FileNotFoundError if there is no such folder, ValueError if a file in it is damaged beyond an unfinished last line.
+    Works on a run that is going on or stopped early: what is missing is said on the page. Needs no lock. Raises, before
+    anything is written, FileNotFoundError if there is no such folder, RunFolderError if no run wrote it, and ValueError
+    if a file in it is damaged beyond an unfinished last line.
     """
     run = collect(Path(run_dir))
     data = page_data(run, choose_samples(run))

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.metrics.run_folder import AGREEMENT, CONFIG, ENVIRONMENT, METRICS, REFITS, rollout_steps
+from lockstep.metrics.run_folder import AGREEMENT, CONFIG, ENVIRONMENT, METRICS, REFITS, RunFolderError, rollout_steps
 from lockstep.metrics.sinks import Row, read_jsonl
 
 
@@ -50,9 +50,14 @@ def number(value: object) -> float | None:
 
 
 def collect(path: Path) -> RunData:
-    """Read a run folder. Raises FileNotFoundError if it is not there, ValueError if a file can't be understood."""
+    """Read a run folder. Raises FileNotFoundError if it is not there, RunFolderError if it is something else,
+    ValueError if a file can't be understood."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; give the run folder of a run")
+    if not any((path / name).is_file() for name in (CONFIG, METRICS)):
+        raise RunFolderError(
+            f"{path} is no run folder: it has neither {CONFIG} nor {METRICS}; give the folder of a run"
+        )
     notes: list[str] = []
     config = _read_config(path / CONFIG, notes)
     environment = _read_environment(path / ENVIRONMENT, notes)
