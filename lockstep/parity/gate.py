@@ -72,13 +72,16 @@ class Gate:
         self.correcting_since: int | None = None
         self._histories = {bound.metric: History() for bound in bounds}
 
-    def judge(self, agreement: Agreement, step: int, describe: Describe | None = None) -> Verdict:
-        """The verdict on ``agreement``. ``describe`` tells the worst token in words (``parity.measure.token_context``).
+    def judge(
+        self, agreement: Agreement, step: int, describe: Describe | None = None, *, num_dropped_groups: int = 0
+    ) -> Verdict:
+        """The verdict on ``agreement``. ``describe`` tells the worst token in words (``parity.measure.token_context``);
+        ``num_dropped_groups``: groups that were sampled for this step and left out of it by dynamic sampling.
 
         Raises ValueError if tokens were measured but a bounded metric is missing.
         """
         if agreement.unjudged:
-            return self._unjudged(agreement, step)
+            return self._unjudged(agreement, step, num_dropped_groups)
         self.num_unjudged_in_row = 0
         broken = [b for b in self.bounds if not math.isfinite(agreement.metrics.get(b.metric, 0.0))]
         if agreement.num_nonfinite or broken:
@@ -146,17 +149,13 @@ class Gate:
         )
         return self._verdict("stop", bound, value, agreement, step, [head, *_where_to_look(agreement, describe)])
 
-    def _unjudged(self, agreement: Agreement, step: int) -> Verdict:
+    def _unjudged(self, agreement: Agreement, step: int, num_dropped_groups: int) -> Verdict:
         self.num_unjudged_in_row += 1
         count, patience = self.num_unjudged_in_row, self.config.unjudged_patience
-        why = (
-            f"all {agreement.num_stale} sampled tokens are of other versions than the trainer's"
-            if agreement.num_stale
-            else "no token was sampled"
-        )
+        why, attempt = _unjudged_reason(agreement, num_dropped_groups)
         parts = [f"step {step}: unjudged, because {why} ({count} in a row; {patience} stop the run)"]
         if count >= patience:
-            parts.append("try: check that refits reach the engine, or score fixed probes at each refit")
+            parts.append(f"try: {attempt}")
         status: Status = "stop" if count >= patience else "unjudged"
         return self._verdict(status, self.bounds[0], None, agreement, step, parts)
 
@@ -183,6 +182,24 @@ def correction_text(correction: CorrectionConfig) -> str:
 
 def _head(finding: Finding, step: int) -> str:
     return f"step {step}: {finding.bound.metric} {_number(finding.value)} {finding.why}"
+
+
+def _unjudged_reason(agreement: Agreement, num_dropped_groups: int) -> tuple[str, str]:
+    """Why no token was eligible, and what to try. Stale tokens come first: dropped ones were not measured."""
+    if agreement.num_stale:
+        return (
+            f"all {agreement.num_stale} sampled tokens are of other versions than the trainer's",
+            "check that refits reach the engine, or score fixed probes at each refit",
+        )
+    if num_dropped_groups:
+        groups = "the only sampled group" if num_dropped_groups == 1 else f"all {num_dropped_groups} sampled groups"
+        return (
+            f"dynamic sampling dropped {groups} (the completions of a group all have the same reward), so that there "
+            "is nothing to train on",
+            "harder problems if rewards are near their maximum, easier ones if near zero; data of which not "
+            "everything is learned yet; or a higher algorithm.dynamic_sampling.max_refill_rounds",
+        )
+    return "no token was sampled", "check that the engine completes requests and that completions are not empty"
 
 
 def _where_to_look(agreement: Agreement, describe: Describe | None, *, drifts: bool = False) -> list[str]:

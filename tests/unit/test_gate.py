@@ -99,6 +99,35 @@ def test_no_eligible_token_is_unjudged_and_patience_ends():
     assert gate(unjudged_patience=1).judge(stale, 0).status == "stop"
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unjudged_step_names_its_own_reason_and_advice(version):
+    """Stale, dropped and empty are three faults; each sentence speaks of one alone, whatever else is passed."""
+    rollouts = make_rollouts(version=1)
+    stale = measure_step(trained(rollouts), rollouts, version=2)
+    empty = measure_step({}, [], version=version)
+    marks = {"stale": "of other versions", "dropped": "dynamic sampling dropped", "empty": "no token was sampled"}
+    advices = {"stale": "refits reach the engine", "dropped": "max_refill_rounds", "empty": "completes requests"}
+    for kind, agreement, dropped in (
+        ("stale", stale, 0),
+        ("stale", stale, 3),
+        ("dropped", empty, 1),
+        ("dropped", empty, 32),
+        ("empty", empty, 0),
+    ):
+        verdict = gate(unjudged_patience=1).judge(agreement, 1, num_dropped_groups=dropped)
+        assert verdict.status == "stop"
+        assert [name for name, mark in marks.items() if mark in verdict.sentence] == [kind]
+        assert [name for name, advice in advices.items() if advice in verdict.sentence] == [kind]
+    counted = gate(unjudged_patience=1).judge(empty, 1, num_dropped_groups=32).sentence
+    assert "all 32 sampled groups" in counted
+
+
+def test_dropped_groups_change_nothing_where_tokens_were_judged():
+    rollouts = make_rollouts()
+    agreement = measure_step(trained(rollouts), rollouts, version=2)
+    assert gate().judge(agreement, 1, num_dropped_groups=5) == gate().judge(agreement, 1)
+
+
 def test_the_count_of_unjudged_steps_survives_a_resume():
     rollouts = make_rollouts(version=1)
     stale = measure_step(trained(rollouts), rollouts, version=2)
