@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from lockstep.parity.plan import Deployment, Measured, measure_pairs, plan
 
 DONE, FAILED = 0, 1
 WIDTH_IN_A_FILE = 200
+MOST_NAMES = 4
 SHOWN = ("abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3")
 
 
@@ -200,7 +202,7 @@ def print_attribution(result: Attribution) -> None:
 def _trial_row(trial: Trial) -> list[str]:
     noise = "" if trial.noise is None else f"{trial.noise.low:+.3g} to {trial.noise.high:+.3g}"
     return [
-        " + ".join(sorted(trial.factors)) or "(nothing changed)",
+        _label(trial),
         "undefined" if trial.value is None else f"{trial.value:.4g}",
         "" if trial.effect is None else f"{-trial.effect:+.3g}",
         noise,
@@ -208,6 +210,14 @@ def _trial_row(trial: Trial) -> list[str]:
         + (f": {trial.refused}" if trial.refused else ""),
         "" if trial.price is None else f"{-100 * trial.price:+.0f} % tok/s",
     ]
+
+
+def _label(trial: Trial) -> str:
+    """The factors by name; of many, the first and the last in the order of their numbers."""
+    names = sorted(trial.factors, key=lambda name: [int(p) if p.isdigit() else -1 for p in re.split(r"[.:]", name)])
+    if len(names) > MOST_NAMES:
+        return f"{len(names)} factors: {names[0]} … {names[-1]}"
+    return " + ".join(names) or "(nothing changed)"
 
 
 def _recorded(evidence: Evidence, *, trainer: bool) -> dict[str, LogProbs]:

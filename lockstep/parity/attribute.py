@@ -322,7 +322,9 @@ class _Search:
 
     def interactions(self) -> tuple[Interaction, ...]:
         found = []
-        for chosen in [trial.factors for trial in self.trials.values() if len(trial.factors) == 2]:
+        parts = {part.name for factor in self.factors for part in factor.parts}
+        pairs = [names for names in self.trials if len(names) == 2 and not names & parts]
+        for chosen in pairs:
             first, second = sorted(chosen)
             cases = [frozenset(), frozenset({first}), frozenset({second}), chosen]
             if any(case not in self.trials or self.trials[case].value is None for case in cases):

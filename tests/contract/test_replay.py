@@ -231,4 +231,4 @@ def test_the_engines_own_code_is_what_scores(stopped: Path, monkeypatch: pytest.
     )
     bench = from_run(stopped).bench
     bench.scores(bench.setting)
-    assert calls == ["decode"]
+    assert calls == ["decode", "decode"], "one sequence to warm up, then the batch"
