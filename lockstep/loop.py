@@ -23,6 +23,7 @@ from lockstep.driver.console import Console, heldout_text
 from lockstep.driver.evidence import keep_evidence
 from lockstep.driver.export import export_checkpoint
 from lockstep.driver.folder import TRAINER, Opened, default_run_dir, open_run, save_checkpoint
+from lockstep.driver.groups import SampledGroups
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
 from lockstep.driver.progress import Progress
 from lockstep.driver.rows import (
@@ -44,7 +45,7 @@ from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
 from lockstep.parity.measure import measure_step, token_context
 from lockstep.parity.rows import agreement_row, token_details
-from lockstep.records import Batch, FloatArray, Rollout, RouteArray, TrainSequence
+from lockstep.records import Batch, FloatArray, RouteArray, TrainSequence
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.spans import Recorder, recording, span
 from lockstep.train.advantages import prepare
@@ -70,7 +71,7 @@ def run_sync(
         with span("step"):
             with span("rollout"):
                 sampled = parts.sampler.sample(step, progress.cursor)
-            trained = train_on(parts, sampled.rollouts, step, stop)
+            trained = train_on(parts, sampled, step, stop)
             row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
             row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
             row |= parts.sampler.prompt_counts() | unscored_counts(sampled.rollouts)
@@ -118,13 +119,14 @@ class Trained:
         return self.verdict is not None and self.verdict.status == "stop"
 
 
-def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopRequest) -> Trained:
+def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest) -> Trained:
     """Forward-backward, verdict, optimizer: once for each optimizer step of the batch.
 
     The agreement is of the policy that sampled, from the first forward (or, when several optimizer steps share the
     batch, from the pass before them), and of all sampled tokens, whatever is masked or rejected later.
     """
     config, objective = parts.algorithm, parts.objective
+    rollouts = sampled.rollouts
     scores = score_models(parts, rollouts)
     prepared = prepare(
         rollouts,
@@ -153,7 +155,7 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
         if trained.verdict is None:
             if not trained.logprobs:
                 trained.logprobs, trained.routes = output.logprobs, output.routes
-            trained.verdict = judge(parts, rollouts, trained, step)
+            trained.verdict = judge(parts, sampled, trained, step)
             if trained.stopped:
                 parts.trainer.drop_gradients()
                 break
@@ -163,23 +165,24 @@ def train_on(parts: Parts, rollouts: tuple[Rollout, ...], step: int, stop: StopR
         by_step[-1] |= {"grad_norm": updated.grad_norm, "learning_rate": updated.learning_rate}
     trained.metrics.update(over_optimizer_steps(by_step))
     if trained.verdict is None:  # nothing to train on: every group was dropped
-        trained.verdict = judge(parts, rollouts, trained, step)
+        trained.verdict = judge(parts, sampled, trained, step)
     trained.metrics["version"] = parts.trainer.version
     return trained
 
 
-def judge(parts: Parts, rollouts: tuple[Rollout, ...], trained: Trained, step: int) -> Verdict:
+def judge(parts: Parts, sampled: SampledGroups, trained: Trained, step: int) -> Verdict:
     """Measure the agreement and judge it; its numbers go into the metrics of ``trained``.
 
     Only rollouts that the trainer has seen at the version that sampled them can be measured: all of them, unless
     several optimizer steps share a batch whose anchor is the engine's own log-probs.
     """
     with span("agreement"):
-        seen = [r for r in rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
+        seen = [r for r in sampled.rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
         agreement = measure_step(
             trained.logprobs, seen, parts.trainer.version, items=trained.items, train_routes=trained.routes
         )
-        verdict = parts.gate.judge(agreement, step, token_context(seen, parts.decode))
+        describe = token_context(seen, parts.decode)
+        verdict = parts.gate.judge(agreement, step, describe, num_dropped_groups=sampled.num_dropped_groups)
         trained.places = agreement_row(agreement, step, token_details(seen, parts.decode))
     trained.metrics.update(agreement.flat() | verdict.flat())
     return verdict
