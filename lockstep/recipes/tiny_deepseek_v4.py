@@ -30,6 +30,7 @@ def tiny_deepseek_v4() -> RunConfig:
         name="tiny-deepseek-v4",
         description="Random tiny DeepSeek-V4: the whole loop on the real architecture, agreement to 1e-5",
         steps=4,
+        threads=1,  # so small that a second thread only waits
         model=RandomModel(
             model_type="deepseek_v4",
             config={

@@ -26,7 +26,8 @@ def tiny_qwen3_moe() -> RunConfig:
     return RunConfig(
         name="tiny-qwen3-moe",
         description="Random 2-layer Qwen3-MoE on characters: supervised warm-up, then GRPO on one-digit addition",
-        steps=150,
+        steps=240,
+        threads=1,  # so small that a second thread only waits
         model=RandomModel(
             model_type="qwen3_moe",
             config={
@@ -73,5 +74,5 @@ def tiny_qwen3_moe() -> RunConfig:
             )
         ),
         eval=EvalConfig(num_problems=20),
-        checkpoint=CheckpointConfig(every=75, keep=1),
+        checkpoint=CheckpointConfig(every=120, keep=1),
     )
