@@ -110,7 +110,7 @@ def stale_refit(
 ) -> None:
     """A weight update that silently drops a layer: caught by the receipt, or else by the gate and named.
 
-    Takes about a minute. The fault is planted by the demo; exits 1 if it is not caught.
+    Takes a minute or two on two cores. The fault is planted by the demo; exits 1 if it is not caught.
     """
     from lockstep.demo import stale_refit as run
 

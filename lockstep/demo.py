@@ -7,6 +7,7 @@ product has no switch for it. It happens twice: with every refit verified, and w
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ def stale_refit(run_dir: Path | None = None, story: Story | None = None) -> int:
         "keeps that layer's old weights, every call succeeds, no error is raised."
     )
     caught = _with_verification(folder / "verified", story)
+    gc.collect()  # models lie in reference cycles: without this, those of both runs would be in memory together
     result = _without_verification(folder / "unverified", story)
     if result is None:
         return 1
@@ -139,6 +141,7 @@ def _without_verification(run_dir: Path, story: Story) -> Attribution | None:
         _tell(f"The gate did NOT stop it: {measured}.")
         return None
     _tell(f"The gate stops it at step {row['step']}, before the optimizer moves: {measured}.")
+    gc.collect()
     _tell(f"Which of {', '.join(FACTORS)} is it? The batch is scored again under each:")
     result, told = attribute_evidence(from_run(run_dir), FACTORS)
     print_attribution(result)
