@@ -28,7 +28,7 @@ def examine(folder: Path = Path()) -> dict[str, Any]:
 def _notes(profile: Profile, choices: tuple[Choice, ...]) -> list[str]:
     notes = [f"{choice.setting}: {choice.reason}" for choice in choices if choice.slow]
     if profile.cpu.memory_available_bytes < QUICKSTART_MEMORY_BYTES:
-        notes.append(f"{_gb(profile.cpu.memory_available_bytes)} memory available; the quickstart takes up to 5 GB")
+        notes.append(f"{_gb(profile.cpu.memory_available_bytes)} memory available; the quickstart takes up to 5.5 GB")
     if profile.disk_free_bytes < QUICKSTART_DISK_BYTES:
         notes.append(f"{_gb(profile.disk_free_bytes)} free on the disk; the quickstart's checkpoints take up to 4 GB")
     return notes

@@ -53,8 +53,8 @@ def test_deepseek_v4_runs_through_the_whole_loop_and_agrees_to_1e_5(tmp_path: Pa
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:
     rows = run("quickstart", tmp_path / "run")
-    # Seen: 0.75 to 0.83, by how the machine rounds. A share of 64 problems has a standard error of 0.05, so the figure of
-    # 0.70 belongs to three seeds (benchmarks/quickstart_seeds.py); this asserts that it learned beyond all doubt.
+    # Seen: 0.75 to 0.83, by how the machine rounds. A share of 64 problems has a standard error of 0.05, so the figure
+    # of 0.70 belongs to three seeds (benchmarks/quickstart_seeds.py); this asserts that it learned beyond all doubt.
     assert rows[-1]["eval/accuracy"] >= 0.60
     assert rows[-1]["eval/accuracy"] - rows[0]["eval/accuracy"] >= 0.25
     assert_every_step_agreed(rows, tmp_path / "run")
