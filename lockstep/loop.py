@@ -238,9 +238,7 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
             finish(folder, console)
             return EXIT_GATE
         if progress.step < config.steps:
-            saved = folder.latest_checkpoint()
-            last = f"last saved step: {saved[0]}" if saved else "no step was saved"
-            console.say(f"stopped after step {progress.step}; {last}; {how_to_resume(folder)}")
+            console.say(f"stopped after step {progress.step}; {last_saved(folder)}; {how_to_resume(folder)}")
             return EXIT_INTERRUPTED
         return finish(folder, console)
 
@@ -269,10 +267,15 @@ def save_finished(parts: Parts, opened: Opened, console: Console) -> str:
         unsaved = progress.step > 0 and (saved is None or saved[0] < progress.step)
         if unsaved and parts.trainer.version == progress.version:
             save_checkpoint(folder, parts, progress)
-            saved = folder.latest_checkpoint()
+        return last_saved(folder)
     except (OSError, CheckpointError) as error:
         console.say(f"step {progress.step} could not be saved: {error}")
         return "the last good checkpoint is the newest under checkpoints/"
+
+
+def last_saved(folder: RunFolder) -> str:
+    """In words, which step a resume would start from."""
+    saved = folder.latest_checkpoint()
     return f"last saved step: {saved[0]}" if saved else "no step was saved"
 
 
