@@ -16,9 +16,11 @@ import numpy as np
 from lockstep.records import (
     Batch,
     Completion,
+    DerivedReport,
     FloatArray,
     GenerateRequest,
     Manifest,
+    Naming,
     OptimOutput,
     Problem,
     RouteArray,
@@ -104,6 +106,11 @@ class WeightSource(Protocol):
 class WeightReceiver(Protocol):
     """An engine's side of a refit. ``begin`` refuses before a byte moves; ``abort`` leaves the engine unfit."""
 
+    @property
+    def naming(self) -> Naming:
+        """Whose names it takes and shows: the source is translated to them."""
+        ...
+
     def begin(self, manifest: Manifest) -> None: ...
 
     def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
@@ -112,12 +119,27 @@ class WeightReceiver(Protocol):
         """Take the given storage itself instead of a copy (the ``shared`` transport)."""
         ...
 
-    def commit(self) -> None: ...
+    def commit(self) -> tuple[DerivedReport, ...]:
+        """Rebuild derived state, drop caches, serve the new version. Reports what each registry entry changed."""
+        ...
 
     def abort(self, reason: str) -> None: ...
 
     def live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Live parameters and policy buffers under checkpoint names, the engine's layout undone."""
+        """Live parameters and policy buffers under the receiver's names, the engine's layout undone."""
+        ...
+
+    def opaque(self) -> dict[str, str]:
+        """Names whose live layout can't be undone (a kernel's re-packing), each with the reason; absent in ``live``."""
+        ...
+
+    def reload_differences(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str | None]]:
+        """Load opaque names again into scratch by the engine's own loader and compare with the live bytes:
+        (name, None if equal or what differs). Yields nothing where nothing is opaque."""
+        ...
+
+    def derived(self) -> tuple[DerivedReport, ...]:
+        """Compare every registered derived state with a rebuild from the live weights, without changing it."""
         ...
 
 

@@ -264,13 +264,51 @@ class TensorSpec:
     trainable: bool = True
 
 
+Naming = Literal["module", "checkpoint"]
+"""Whose tensor names: those of transformers' modules (fused expert stacks), or those of published checkpoints (one
+tensor per expert and projection), which engines' own loaders read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a refit will bring: every tensor in order, once (tied tensors travel once, under their first name).
 
     ``version`` is the policy version of the weights. ``tied`` maps further names to the name that travels.
+    ``model_type`` is transformers' word for the architecture (``qwen3_moe``), by which the name map is chosen.
+    ``base_version`` is set for a declared subset (a delta, an adapter, a frozen tower): it may only be laid over
+    weights of exactly that version.
     """
 
     version: int
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)
+    model_type: str = ""
+    naming: Naming = "module"
+    base_version: int | None = None
+
+
+ClaimStatus = Literal["held", "failed", "not checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One statement of a refit's receipt. ``detail`` says how much was compared, what differs, or why it was not
+    looked at."""
+
+    name: str
+    status: ClaimStatus
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedReport:
+    """What one entry of the derived-state registry found: of ``num_states`` tensors (maps, caches, scales) that it
+    owns in the engine, ``num_changed`` held other values than a rebuild from the live weights gives.
+
+    "repaired 12 of 86" and "0 changed" are different facts: a copy that changed nothing is not a repair.
+    """
+
+    entry: str
+    num_states: int
+    num_changed: int
+    detail: str = ""

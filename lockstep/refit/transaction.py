@@ -9,12 +9,13 @@ trainer.weights() ──manifest──▶ receiver.begin      refuses by name be
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.interfaces import WeightReceiver, WeightSource
-from lockstep.records import Manifest
+from lockstep.records import Claim, DerivedReport, Manifest
 from lockstep.refit.transports import Transport
-from lockstep.refit.verify import Claim, claim_covered, claim_loaded
+from lockstep.refit.verify import claim_covered, claim_derived, claim_loaded
 from lockstep.spans import span
 
 
@@ -29,12 +30,14 @@ class Receipt:
     version: int
     transport: str
     num_tensors: int
+    num_buckets: int
     transferred_bytes: int
     begin_s: float
     transfer_s: float
     commit_s: float
     verify_s: float
     claims: tuple[Claim, ...]
+    derived: tuple[DerivedReport, ...] = ()
 
     @property
     def failed(self) -> tuple[Claim, ...]:
@@ -46,12 +49,19 @@ class Receipt:
         return asdict(self)
 
 
-def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transport, *, verify: bool) -> Receipt:
+def run_refit(
+    source: WeightSource,
+    receiver: WeightReceiver,
+    transport: Transport,
+    *,
+    verify: bool,
+    behaves: Callable[[], Claim] | None = None,
+) -> Receipt:
     """Give an engine the trainer's weights.
 
     Raises RefitError with the cause. If the manifest is refused, the engine is as it was; if a later phase fails or a
     checked claim does not hold, it serves nothing until a refit commits. Without ``verify`` the claims are recorded as
-    not checked.
+    not checked. ``behaves`` scores probes on both sides after the commit; None leaves that claim to the gate.
     """
     manifest = source.manifest()
     clock = _PhaseClock()
@@ -62,11 +72,11 @@ def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transpo
         raise RefitError(f"refit to version {manifest.version} refused: {error}") from error
     try:
         with span("refit/transfer"), clock("transfer"):
-            num_bytes = transport.transfer(source, receiver)
+            moved = transport.transfer(source, receiver)
         with span("refit/commit"), clock("commit"):
-            receiver.commit()
+            derived = receiver.commit()
         with span("refit/verify"), clock("verify"):
-            claims = _claims(manifest, source, receiver, transport, verify=verify)
+            claims = _claims(manifest, source, receiver, moved.transported, verify=verify, behaves=behaves)
     except BaseException as error:
         receiver.abort(f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
@@ -76,12 +86,14 @@ def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transpo
         version=manifest.version,
         transport=transport.name,
         num_tensors=len(manifest.tensors),
-        transferred_bytes=num_bytes,
+        num_buckets=moved.num_buckets,
+        transferred_bytes=moved.num_bytes,
         begin_s=clock.seconds["begin"],
         transfer_s=clock.seconds["transfer"],
         commit_s=clock.seconds["commit"],
         verify_s=clock.seconds["verify"],
         claims=claims,
+        derived=derived,
     )
     if receipt.failed:
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
@@ -91,14 +103,26 @@ def run_refit(source: WeightSource, receiver: WeightReceiver, transport: Transpo
 
 
 def _claims(
-    manifest: Manifest, source: WeightSource, receiver: WeightReceiver, transport: Transport, *, verify: bool
+    manifest: Manifest,
+    source: WeightSource,
+    receiver: WeightReceiver,
+    transported: Claim,
+    *,
+    verify: bool,
+    behaves: Callable[[], Claim] | None,
 ) -> tuple[Claim, ...]:
-    wire = Claim("transported", "not checked", f"transport {transport.name} stays within the process: there is no wire")
-    behaves = Claim("behaves", "not checked", "the gate measures log-probs of this version at the next step")
     if not verify:
         why = "not due at this refit (refit.verify_every)"
-        return (Claim("covered", "not checked", why), wire, Claim("loaded", "not checked", why), behaves)
-    return (claim_covered(manifest, receiver), wire, claim_loaded(manifest, source, receiver), behaves)
+        unchecked = tuple(Claim(name, "not checked", why) for name in ("loaded", "derived", "behaves"))
+        return (Claim("covered", "not checked", why), transported, *unchecked)
+    gate = Claim("behaves", "not checked", "the gate measures log-probs of this version at the next step")
+    return (
+        claim_covered(manifest, receiver),
+        transported,
+        claim_loaded(manifest, source, receiver),
+        claim_derived(receiver),
+        gate if behaves is None else behaves(),
+    )
 
 
 class _PhaseClock:

@@ -7,19 +7,31 @@ become aliases of the trainer's live storage; there is no second copy to fall ba
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
 from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.records import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What moved: bytes as the source holds them (0 where nothing is copied), buckets (0 where there are none), and
+    whether digests of both ends were compared."""
+
+    num_bytes: int
+    num_buckets: int
+    transported: Claim
 
 
 class Transport(Protocol):
-    """Moves every tensor of a source into a receiver; returns the number of bytes moved (0 where nothing is copied)."""
+    """Moves every tensor of a source into a receiver."""
 
     name: str
 
-    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> int: ...
+    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer: ...
 
 
 class LocalTransport:
@@ -27,11 +39,11 @@ class LocalTransport:
 
     name = "local"
 
-    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> int:
-        """Copy all tensors. Returns bytes as the source holds them."""
+    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
+        """Copy all tensors."""
         counter = _ByteCounter()
         receiver.receive(counter.counted(whole_tensors(source)))
-        return counter.num_bytes
+        return Transfer(counter.num_bytes, 0, _no_wire(self.name))
 
 
 class SharedTransport:
@@ -39,10 +51,10 @@ class SharedTransport:
 
     name = "shared"
 
-    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> int:
-        """Alias all tensors. Returns 0: nothing moved."""
+    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
+        """Alias all tensors: nothing moves."""
         receiver.alias(whole_tensors(source))
-        return 0
+        return Transfer(0, 0, _no_wire(self.name))
 
 
 def make_transport(name: Literal["local", "shared"]) -> Transport:
@@ -59,6 +71,10 @@ def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
                 "this transport needs whole tensors (one trainer rank)"
             )
         yield name, tensor
+
+
+def _no_wire(transport: str) -> Claim:
+    return Claim("transported", "not checked", f"transport {transport} stays within the process: there is no wire")
 
 
 class _ByteCounter:

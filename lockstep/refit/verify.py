@@ -5,31 +5,17 @@ A claim is ``held``, ``failed`` or ``not checked``, each with the reason; nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
 from lockstep.interfaces import WeightReceiver, WeightSource
-from lockstep.records import Manifest
+from lockstep.records import Claim, Manifest
 from lockstep.refit.transports import whole_tensors
-
-ClaimStatus = Literal["held", "failed", "not checked"]
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One statement of a receipt. ``detail`` says how much was compared, what differs, or why it was not looked at."""
-
-    name: str
-    status: ClaimStatus
-    detail: str
 
 
 def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
     """Every manifest name has a live tensor and every live tensor is of the manifest, counted both ways."""
     sent = {spec.name for spec in manifest.tensors}
-    live = {name for name, _ in receiver.live()}
+    live = {name for name, _ in receiver.live()} | receiver.opaque().keys()
     missing, extra = sorted(sent - live), sorted(live - sent - set(manifest.tied))
     if missing or extra:
         return Claim("covered", "failed", f"not live after the refit: {missing[:5]}; live but not sent: {extra[:5]}")
@@ -38,7 +24,7 @@ def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
 
 def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightReceiver) -> Claim:
     """Live tensors of the engine, tied copies with a layout of their own included, equal the trainer's byte for byte
-    after the conversion to the engine's dtype."""
+    after the conversion to the engine's dtype; those in a layout that can't be undone equal a second load."""
     expected = dict(whole_tensors(source))
     num_bytes = num_tensors = 0
     for name, live in receiver.live():
@@ -53,9 +39,29 @@ def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightRecei
             return Claim("loaded", "failed", f"{name}: {differing} of {live.numel()} values differ from the trainer's")
         num_tensors += 1
         num_bytes += live.numel() * live.element_size()
-    if num_tensors == 0:
+    opaque = receiver.opaque()
+    seen: set[str] = set()
+    for name, difference in receiver.reload_differences((name, expected[name]) for name in opaque if name in expected):
+        if difference is not None:
+            return Claim("loaded", "failed", f"{name}: {difference}")
+        seen.add(name)
+    if unseen := sorted(opaque.keys() - seen):
+        return Claim("loaded", "failed", f"{len(unseen)} opaque tensors were not loaded again: {unseen[:5]}")
+    if num_tensors + len(seen) == 0:
         return Claim("loaded", "failed", "the engine shows no live tensor")
-    return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal")
+    again = f"; {len(seen)} in a kernel's layout equal a second load" if seen else ""
+    return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal{again}")
+
+
+def claim_derived(receiver: WeightReceiver) -> Claim:
+    """Every registered derived state equals a rebuild from the live weights."""
+    reports = receiver.derived()
+    if stale := [report for report in reports if report.num_changed]:
+        detail = "; ".join(f"{one.entry}: {one.num_changed} of {one.num_states} differ {one.detail}" for one in stale)
+        return Claim("derived", "failed", detail)
+    if not reports:
+        return Claim("derived", "not checked", "this engine has no registered derived state")
+    return Claim("derived", "held", ", ".join(f"{one.entry} {one.num_states}" for one in reports))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

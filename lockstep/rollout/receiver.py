@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.records import Manifest, TensorSpec
+from lockstep.records import DerivedReport, Manifest, Naming, TensorSpec
 from lockstep.rollout.decoding import Decoder
 
 
@@ -140,7 +140,12 @@ class TorchReceiver:
         """Make the live parameters and buffers share the given storage; dtypes must be equal."""
         self._take_all(tensors, alias=True)
 
-    def commit(self) -> None:
+    @property
+    def naming(self) -> Naming:
+        """The embedded engine runs transformers' modules: their names are its own."""
+        return "module"
+
+    def commit(self) -> tuple[DerivedReport, ...]:
         """Rebuild derived weights, drop caches, serve the new version. Raises if a tensor never arrived."""
         manifest = self._begun()
         absent = [name for name in self._specs if name not in self._received]
@@ -154,6 +159,7 @@ class TorchReceiver:
             raise
         self._manifest = None
         self._host.refit_committed(manifest.version)
+        return ()
 
     def abort(self, reason: str) -> None:
         """Give up: the engine serves nothing until a refit commits."""
@@ -167,6 +173,18 @@ class TorchReceiver:
         for weight in live_weights(self._model):
             yield weight.names[0], own.pop(weight.names[0], weight.tensor.detach())
         yield from own.items()
+
+    def opaque(self) -> dict[str, str]:
+        """Nothing: every layout of this engine can be undone."""
+        return {}
+
+    def reload_differences(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str | None]]:
+        """Nothing to load again: see ``opaque``."""
+        return iter(())
+
+    def derived(self) -> tuple[DerivedReport, ...]:
+        """No registered state: what the decoder derives is part of ``live``."""
+        return ()
 
     def _begun(self) -> Manifest:
         if self._manifest is None:

@@ -37,6 +37,7 @@ class ModelWeights:
 
     def __init__(self, model: torch.nn.Module, version: int) -> None:
         self.version = version
+        self._model_type: str = model.config.get_text_config().model_type
         self._tensors, self._tied = _named_state(model)
 
     def manifest(self) -> Manifest:
@@ -51,7 +52,7 @@ class ModelWeights:
             )
             for name, tensor in self._tensors.items()
         )
-        return Manifest(version=self.version, tensors=specs, tied=dict(self._tied))
+        return Manifest(version=self.version, tensors=specs, tied=dict(self._tied), model_type=self._model_type)
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """(name, global shape, offset, detached live tensor) in the manifest's order; one whole shard each."""

@@ -62,7 +62,13 @@ def test_trainer_and_engine_agree_after_a_refit_and_not_before(architecture: str
     for path in ("prefill", "decode"):
         assert largest_difference(trainer, engine, path) < 1e-5
     claims = {claim.name: claim.status for claim in receipt.claims}
-    assert claims == {"covered": "held", "transported": "not checked", "loaded": "held", "behaves": "not checked"}
+    assert claims == {
+        "covered": "held",
+        "transported": "not checked",
+        "loaded": "held",
+        "derived": "not checked",
+        "behaves": "not checked",
+    }
     assert engine.version == trainer.version == receipt.version
     assert receipt.transport == transport
     assert (receipt.transferred_bytes > 0) == (transport == "local")
@@ -148,6 +154,12 @@ class _Shows:
 
     def live(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()
+
+    def opaque(self) -> dict[str, str]:
+        return {}
+
+    def reload_differences(self, tensors: object) -> Iterator[tuple[str, str | None]]:
+        return iter(())
 
 
 def test_claims_fail_on_what_they_claim() -> None:
