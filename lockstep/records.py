@@ -254,19 +254,26 @@ class TensorSpec:
     """One tensor of a manifest, under its checkpoint name.
 
     ``group`` names the atomic group (tensors that an engine fuses at load) that a transfer must not split.
-    ``trainable`` False: frozen weights and policy buffers, which travel all the same.
+    ``trainable`` False: frozen weights and policy buffers, which travel all the same. A quantised tensor names in
+    ``scale`` the tensor that holds its block scales, a member of the same group.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # "bfloat16", "float32", …
+    dtype: str  # "bfloat16", "float32", "float8_e4m3fn", …
     group: str
     trainable: bool = True
+    scale: str = ""
 
 
 Naming = Literal["module", "checkpoint"]
 """Whose tensor names: those of transformers' modules (fused expert stacks), or those of published checkpoints (one
 tensor per expert and projection), which engines' own loaders read."""
+
+
+Quantisation = Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"]
+"""How an engine's weights are quantised: fp8 in 128 × 128 blocks with float32 or power-of-two scales; or the experts
+in mxfp4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +283,7 @@ class Manifest:
     ``version`` is the policy version of the weights. ``tied`` maps further names to the name that travels.
     ``model_type`` is transformers' word for the architecture (``qwen3_moe``), by which the name map is chosen.
     ``base_version`` is set for a declared subset (a delta, an adapter, a frozen tower): it may only be laid over
-    weights of exactly that version.
+    weights of exactly that version. ``quantisation`` names the scheme of its quantised tensors, "none" if it has none.
     """
 
     version: int
@@ -285,6 +292,7 @@ class Manifest:
     model_type: str = ""
     naming: Naming = "module"
     base_version: int | None = None
+    quantisation: Quantisation = "none"
 
 
 ClaimStatus = Literal["held", "failed", "not checked"]
