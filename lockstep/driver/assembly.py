@@ -18,14 +18,17 @@ import torch
 
 from lockstep.config.gate_checks import bounds_for
 from lockstep.config.schema import AlgorithmConfig, ModelSource, PromptConfig, RunConfig
+from lockstep.driver.engines import build_engine, close_engine, served_length
 from lockstep.driver.groups import GroupSampler
+from lockstep.driver.proof import RefitProof
 from lockstep.driver.supervised import run_supervised
+from lockstep.hardware.allocator import bound_primitive_cache
 from lockstep.hardware.profile import choose, detect
 from lockstep.interfaces import Engine, Objective, Scorer, Task
+from lockstep.model.gguf_files import parsed_once
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
 from lockstep.parity.gate import Gate
 from lockstep.refit.transports import Transport, make_transport
-from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.spans import span
 from lockstep.tasks.build import build_task, prove_gold
 from lockstep.tasks.prompt import PromptRenderer
@@ -50,6 +53,7 @@ class Parts:
     teacher: Scorer | None
     transport: Transport
     gate: Gate
+    proof: RefitProof
     refit_steps: list[int]
 
     @property
@@ -74,6 +78,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     for choice in chosen.values():
         if choice.slow or choice.setting in ("device", "threads"):
             say(f"{choice.setting}: {choice.value} ({choice.reason})")
+    bound_primitive_cache()
     torch.set_num_threads(int(chosen["threads"].value))
     device = str(chosen["device"].value)
     gate = Gate(config.gate, bounds_for(config, device))
@@ -83,11 +88,15 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     try:
         with span("start/task"):
             say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS, say=say)))
-        with span("start/load"):
+        with span("start/load"), parsed_once():
             tokenizer = load_tokenizer(config.model)
             model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
         with asyncio.Runner() as runner:
-            yield _connect(config, task, tokenizer, model, device, gate, runner, say, warm_up=warm_up)
+            parts = _connect(config, task, tokenizer, model, device, gate, runner, say, warm_up=warm_up)
+            try:
+                yield parts
+            finally:
+                close_engine(parts.engine)
     finally:
         task.close()
 
@@ -119,20 +128,22 @@ def _connect(
     def decode_all(tokens: Sequence[int]) -> str:  # a stop string may be a special token
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    engine_model = copy.deepcopy(model).to(torch_dtype(config.rollout.dtype))
-    engine = TorchEngine(engine_model, config.rollout, decode=decode_all, vocab_limit=vocab_limit)
+    engine = build_engine(
+        config, model, decode=decode_all, vocab_limit=vocab_limit, max_prompt_tokens=renderer.config.max_tokens
+    )
     initial = copy.deepcopy(model) if starts_from_here else None
+    trainer = FsdpTrainer(
+        model,
+        config.trainer,
+        total_optimizer_steps=config.steps * config.algorithm.optimizer_steps_per_batch,
+        temperature=config.rollout.temperature,
+        vocab_limit=vocab_limit,
+    )
     return Parts(
         config=config,
         task=task,
         decode=decode,
-        trainer=FsdpTrainer(
-            model,
-            config.trainer,
-            total_optimizer_steps=config.steps * config.algorithm.optimizer_steps_per_batch,
-            temperature=config.rollout.temperature,
-            vocab_limit=vocab_limit,
-        ),
+        trainer=trainer,
         engine=engine,
         sampler=GroupSampler(
             engine,
@@ -149,6 +160,13 @@ def _connect(
         teacher=_scorer(config.teacher, config, device, vocab_limit),
         transport=make_transport(config.refit.transport),
         gate=gate,
+        proof=RefitProof(
+            trainer,
+            engine,
+            gate.bounds,
+            vocab_limit=vocab_limit,
+            longest=served_length(config, model, renderer.config.max_tokens),
+        ),
         refit_steps=[],
     )
 

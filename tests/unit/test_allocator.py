@@ -1,4 +1,4 @@
-"""Freed blocks are used again instead of being faulted in anew."""
+"""Freed blocks are used again instead of being faulted in anew, and matrix products of old shapes are let go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+
+from lockstep.hardware.allocator import PRIMITIVE_CACHE_VARIABLE, bound_primitive_cache
 
 SCRIPT = """
 import resource, sys, torch
@@ -39,3 +41,40 @@ def test_large_tensors_reuse_their_pages() -> None:
     pages = 3 * sum(1 + index % 7 for index in range(12)) * (4 << 20) // resource.getpagesize()
     assert faults("default") > 0.9 * pages
     assert faults("keep") < 0.01 * pages
+
+
+SHAPES = """
+import sys, torch
+from lockstep.hardware.allocator import bound_primitive_cache
+if sys.argv[1] == "bound":
+    bound_primitive_cache()
+torch.set_num_threads(1)
+weight = torch.ones(512, 2048, dtype=torch.bfloat16)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+states = torch.ones(800, 2048, dtype=torch.bfloat16)
+def step(first):  # ragged batches: no shape comes twice
+    for rows in range(first, first + 150):
+        torch.nn.functional.linear(states[:rows], weight)
+step(10)
+before = resident()
+for first in (200, 400, 600):
+    step(first)
+print(resident() - before)
+"""
+
+
+def growth(mode: str, **variables: str) -> int:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ONEDNN_")} | variables
+    command = [sys.executable, "-c", SHAPES, mode]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
+def test_new_shapes_do_not_make_a_run_grow() -> None:
+    assert growth("bound") < 0.6 * growth("default")
+
+
+def test_the_users_own_cache_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRIMITIVE_CACHE_VARIABLE, "7")
+    bound_primitive_cache()
+    assert os.environ[PRIMITIVE_CACHE_VARIABLE] == "7"

