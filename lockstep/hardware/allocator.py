@@ -1,13 +1,13 @@
 """What a process keeps of the memory that it has used: freed pages yes, compiled matrix products no.
 
 Pages. glibc returns large blocks to the kernel when they are freed and takes new, zeroed pages for the next ones; a
-training step frees and takes all of its activations. Measured on a GRPO batch of SmolLM2-135M (924 tokens, bfloat16, one
-thread): 307,000 page faults and 5.8 CPU seconds a forward-backward, against none and 3.9 with the settings here, at
-0.1 GB more peak memory.
+training step frees and takes all of its activations. Measured on a GRPO batch of SmolLM2-135M (924 tokens, bfloat16,
+one thread): 307,000 page faults and 5.8 CPU seconds a forward-backward, against none and 3.9 with the settings here,
+at 0.1 GB more peak memory.
 
-Matrix products. oneDNN compiles one primitive per shape and keeps 1024 of them, with their scratch space. Packed batches
-have new shapes at every step, so a run grew by 42 MB a step (SmolLM2-135M, 22 steps: 0.9 GB) for entries that are hardly
-ever used again; a step's layers share their few shapes, so a small cache loses nothing that could be measured.
+Matrix products. oneDNN compiles one primitive per shape and keeps 1024 of them, with their scratch space. Packed
+batches have new shapes at every step, so a run grew by 42 MB a step (SmolLM2-135M, 22 steps: 0.9 GB) for entries that
+are hardly ever used again; a step's layers share their few shapes, so a small cache loses nothing that was measured.
 """
 
 from __future__ import annotations
