@@ -47,6 +47,7 @@ _TABLE = {
         Architecture("qwen2", True, True, _DENSE, plain_attention=True),
         Architecture("qwen3", True, True, _DENSE, plain_attention=True),
         Architecture("qwen3_moe", True, True, _DENSE, plain_attention=True),
+        Architecture("glm4_moe", True, True, _DENSE, plain_attention=True),
         Architecture("deepseek_v3", True, True, _DENSE, plain_attention=True),
         Architecture(
             "deepseek_v32", True, True, f"{_DENSE}; the indexer selects within the mask; {_INDEXER}", ("*.indexer.*",)

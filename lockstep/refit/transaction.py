@@ -14,13 +14,19 @@ from dataclasses import asdict, dataclass
 
 from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.records import Claim, DerivedReport, Manifest
+from lockstep.refit.names import NameMapError, named_for
 from lockstep.refit.transports import Transport
 from lockstep.refit.verify import claim_covered, claim_derived, claim_loaded
 from lockstep.spans import span
 
 
 class RefitError(RuntimeError):
-    """A refit that failed; the engine is unfit until a full refit commits."""
+    """A refit that failed; the engine is unfit until a full refit commits. ``receipt``: what was found, if a claim
+    failed; None where it broke off before."""
+
+    def __init__(self, message: str, receipt: Receipt | None = None) -> None:
+        super().__init__(message)
+        self.receipt = receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,10 @@ def run_refit(
     checked claim does not hold, it serves nothing until a refit commits. Without ``verify`` the claims are recorded as
     not checked. ``behaves`` scores probes on both sides after the commit; None leaves that claim to the gate.
     """
+    try:
+        source = named_for(source, receiver.naming)
+    except NameMapError as error:
+        raise RefitError(f"refit refused, names can't be translated to the engine's: {error}") from error
     manifest = source.manifest()
     clock = _PhaseClock()
     try:
@@ -98,7 +108,7 @@ def run_refit(
     if receipt.failed:
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
         receiver.abort(reason)
-        raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}")
+        raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}", receipt)
     return receipt
 
 

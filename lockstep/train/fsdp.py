@@ -25,13 +25,13 @@ from lockstep.hardware.allocator import keep_freed_pages
 from lockstep.interfaces import LogProbs, LossTokens, Objective
 from lockstep.model.architectures import freeze_untrained
 from lockstep.model.load import torch_dtype
+from lockstep.model.weights import ModelWeights
 from lockstep.records import Batch, FloatArray, OptimOutput, RouteArray, Sequence, StepOutput, TrainSequence
 from lockstep.spans import span
 from lockstep.train.checkpoint import load_tensors, save_tensors
 from lockstep.train.forward import PolicyForward, by_sequence
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.packing import MicroBatch
-from lockstep.train.weights import ModelWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.train.weights import ModelWeights, atomic_group
+from lockstep.model.weights import ModelWeights, atomic_group
 from tests.contract.tiny_models import CONFIGS, tiny_model
 
 

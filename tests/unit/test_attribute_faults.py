@@ -33,7 +33,7 @@ from lockstep.rollout.packed_linear import FusedLinear, packing_works
 from lockstep.rollout.receiver import TorchReceiver
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.train.forward import PolicyForward
-from lockstep.train.weights import ModelWeights
+from lockstep.model.weights import ModelWeights
 from tests.contract.engine_models import tiny_model
 
 BOUND = 1e-3

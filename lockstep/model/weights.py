@@ -1,4 +1,7 @@
-"""The trainer's weights as a refit sees them: every parameter and policy buffer once, under transformers' names."""
+"""A module's weights as a refit sees them: every parameter and policy buffer once, under transformers' names.
+
+Whoever has a loaded model has a ``WeightSource``: our trainer, another's, or a check that trains nothing.
+"""
 
 from __future__ import annotations
 
