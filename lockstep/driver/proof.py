@@ -1,0 +1,85 @@
+"""The ``behaves`` claim within a run: the trainer is the reference, its bound on mean differences the recipe's.
+
+A run's first refit gives the engine *other* weights on purpose, and its second the policy's: without a difference
+between them neither check would have power. What the probes showed is filed with each receipt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from lockstep.config.schema import BoundConfig
+from lockstep.interfaces import Engine
+from lockstep.model.adapter import num_experts, routers
+from lockstep.refit.behaves import Behaviour
+from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
+from lockstep.spans import span
+from lockstep.train.fsdp import FsdpTrainer
+
+MEAN = "abs_diff/mean"
+
+
+class RefitProof:
+    """Makes the probes when they are first needed, and the checks of single refits from them.
+
+    ``longest``: tokens that the engine takes, where that is less than the model's context.
+    """
+
+    def __init__(
+        self,
+        trainer: FsdpTrainer,
+        engine: Engine,
+        bounds: Seq[BoundConfig],
+        *,
+        vocab_limit: int,
+        longest: int | None = None,
+    ) -> None:
+        self._trainer, self._engine, self._vocab_limit, self._longest = trainer, engine, vocab_limit, longest
+        self._bound = next((bound for bound in bounds if bound.metric == MEAN), None)
+        self._probes: Probes | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether the run has a bound that probes can be held to."""
+        return self._bound is not None
+
+    def of_policy(self) -> Behaviour | None:
+        """The check of a refit with the trainer's weights; None without a bound. Has scored the engine already."""
+        return self._check(self._trainer.logprobs)
+
+    def of_other(self, other: OtherWeights) -> Behaviour | None:
+        """The same of a refit with ``other`` weights: the trainer computes with them while it scores."""
+
+        def reference(sequences: Any) -> Any:
+            with holding(self._trainer.model, other):
+                return self._trainer.logprobs(sequences)
+
+        return self._check(reference)
+
+    def _check(self, reference: Any) -> Behaviour | None:
+        if self._bound is None:
+            return None
+        if self._probes is None:
+            with span("refit/probes"):
+                self._probes = self._make()
+        bound = self._bound
+        behaviour = Behaviour(
+            self._probes, self._engine.score, reference, bound=bound.bound, bound_of=f"the gate's on {bound.metric}"
+        )
+        with span("refit/before"):
+            behaviour.before()
+        return behaviour
+
+    def _make(self) -> Probes:
+        model = self._trainer.model
+        config: Any = model.config.get_text_config()
+        has_experts = bool(routers(model))
+        contexts = (getattr(config, "max_position_embeddings", None), self._longest)
+        return make_probes(
+            lambda sequences: self._trainer.logprobs(sequences, routes=has_experts),
+            vocab_size=self._vocab_limit,
+            num_experts=num_experts(model) if has_experts else 0,
+            context=min((one for one in contexts if one is not None), default=None),
+            model_type=config.model_type,
+        )

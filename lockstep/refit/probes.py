@@ -1,0 +1,198 @@
+"""Probe sequences: fixed tokens on which two sides are compared after a refit, and weights that differ on purpose.
+
+Probes are seeded random tokens, so that every run, process and engine scores the same ones. A probe proves something
+about an expert only if it passes through it: their *coverage* is counted by the experts that the reference's own
+routers choose, and probes are added until it suffices. Most are short; one is long enough for every compressor of an
+architecture to have closed windows (DeepSeek-V4: both compressions, 4 and 128 tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.interfaces import LogProbs, WeightSource
+from lockstep.records import Manifest, Sequence, signed_routes
+from lockstep.refit.transports import whole_tensors
+
+Score = Callable[[Seq[Sequence]], Mapping[str, LogProbs]]
+"""Log-probs of sequences by id; with expert ids for a model that has experts, where coverage is asked for."""
+
+NUM_PROBES = 4
+PROBE_TOKENS = 24
+MAX_PROBES = 256
+WANTED_COVERAGE = 0.95
+LONG_PROBES = {"deepseek_v4": 272}
+"""Tokens that one probe must have for every part of an architecture to act, where its context allows."""
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Which (layer, expert) pairs the probes pass through; a dense model has no pairs and is covered by any token."""
+
+    num_pairs: int
+    missing: tuple[tuple[int, int], ...]  # (layer of experts, expert)
+    longest: int  # tokens of the longest probe
+    wanted_tokens: int  # what the architecture needs for every part to act; 0: nothing special
+
+    @property
+    def share(self) -> float:
+        """Reached pairs among all; 1 for a dense model."""
+        return 1 - len(self.missing) / self.num_pairs if self.num_pairs else 1.0
+
+    def text(self) -> str:
+        """In words: what is reached, and what is not."""
+        said = "every layer"
+        if self.num_pairs:
+            reached = self.num_pairs - len(self.missing)
+            said = f"{reached} of {self.num_pairs} (layer, expert) pairs"
+            if self.missing:
+                names = ", ".join(f"{layer}/{expert}" for layer, expert in self.missing[:MAX_NAMED])
+                said += f", not {names}{' …' if len(self.missing) > MAX_NAMED else ''}"
+        if self.longest < self.wanted_tokens:
+            said += (
+                f"; {self.longest} tokens at most, the architecture needs {self.wanted_tokens} for every part to act"
+            )
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Sequences whose tokens all count but the first, and what they cover."""
+
+    sequences: tuple[Sequence, ...]
+    coverage: Coverage
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are compared."""
+        return sum(int(s.loss_mask.sum()) for s in self.sequences)
+
+
+def make_probes(
+    score: Score,
+    *,
+    vocab_size: int,
+    num_experts: int = 0,
+    context: int | None = None,
+    model_type: str = "",
+    seed: int = 0,
+    max_probes: int = MAX_PROBES,
+) -> Probes:
+    """Probes for a model, as few as reach ``WANTED_COVERAGE`` of its experts, at most ``max_probes``.
+
+    ``score`` is the reference's; its routes count. ``num_experts`` 0: dense. ``context`` limits their length. Raises
+    ValueError if a model with experts reports no routes.
+    """
+    room = context or 1 << 20
+    wanted = LONG_PROBES.get(model_type, 0)
+    lengths = [min(PROBE_TOKENS, room)] * (NUM_PROBES - 1) + [min(max(wanted, PROBE_TOKENS), room)]
+    random = np.random.default_rng(seed)
+    sequences: list[Sequence] = []
+    reached: np.ndarray | None = None
+    while True:
+        new = [_probe(f"probe/{len(sequences) + i}", random, length, vocab_size) for i, length in enumerate(lengths)]
+        sequences += new
+        if num_experts:
+            found = _reached(score(new), new, num_experts)
+            reached = found if reached is None else reached | found
+        coverage = Coverage(
+            num_pairs=0 if reached is None else reached.size,
+            missing=() if reached is None else tuple((int(a), int(b)) for a, b in np.argwhere(~reached)),
+            longest=max(len(s.tokens) for s in sequences),
+            wanted_tokens=wanted,
+        )
+        if coverage.share >= WANTED_COVERAGE or 2 * len(sequences) > max_probes:
+            return Probes(tuple(sequences), coverage)
+        lengths = [min(PROBE_TOKENS, room)] * len(sequences)  # twice as many
+
+
+def _probe(name: str, random: np.random.Generator, length: int, vocab_size: int) -> Sequence:
+    tokens = random.integers(0, vocab_size, length).astype(np.int32)
+    zeros = np.zeros(length, np.int32)
+    return Sequence(name, tokens, np.arange(length) > 0, np.zeros(length, np.float32), zeros, zeros)
+
+
+def _reached(scored: Mapping[str, LogProbs], sequences: Seq[Sequence], num_experts: int) -> np.ndarray:
+    """[L, E] whether any token of the sequences went to the expert."""
+    reached: np.ndarray | None = None
+    for sequence in sequences:
+        routes = scored[sequence.sequence_id].routes
+        if routes is None:
+            raise ValueError("the reference reports no expert ids: coverage of the probes can't be counted")
+        ids = signed_routes(routes)  # [T-1, L, K]
+        if reached is None:
+            reached = np.zeros((ids.shape[1], num_experts), dtype=np.bool_)
+        for layer in range(ids.shape[1]):
+            chosen = ids[:, layer].ravel()
+            reached[layer, chosen[chosen >= 0]] = True
+    assert reached is not None, "there is at least one probe"
+    return reached
+
+
+# --- weights that differ on purpose -----------------------------------------------------------------------------------
+
+
+class OtherWeights:
+    """The same tensors with other values everywhere: what an engine must have lost after the next refit.
+
+    An engine is refitted with these first, so that the check of the real weights has power: whatever does not arrive
+    shows. Scaled by 1.25, which changes log-probs widely and keeps them finite; zeros become 2⁻⁷, and what is no
+    floating point (a table of expert ids) is turned round.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def manifest(self) -> Manifest:
+        """The source's: names, shapes and version are the same."""
+        return self._source.manifest()
+
+    def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+        """The source's shards with other values, each a new tensor."""
+        for name, shape, offset, tensor in self._source.shards():
+            yield name, shape, offset, _other(tensor)
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor.flip(0)
+    return torch.where(tensor == 0, 2.0**-7, tensor * 1.25).to(tensor.dtype)
+
+
+@contextmanager
+def holding(model: torch.nn.Module, source: WeightSource) -> Iterator[None]:
+    """While the block runs, the module computes with the source's tensors (module names). Pointers are swapped and put
+    back, no weight is written."""
+    own = model.state_dict(keep_vars=True)
+    with _swapped({name: (own[name], tensor) for name, tensor in whole_tensors(source)}):
+        yield
+
+
+@contextmanager
+def holding_live(model: torch.nn.Module, live: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """The same with what an engine shows as live; of several names of one storage the first counts."""
+    own = model.state_dict(keep_vars=True)
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in live:
+        first.setdefault(own[name].data_ptr() or id(own[name]), (name, tensor))
+    with _swapped({name: (own[name], tensor) for name, tensor in first.values()}):
+        yield
+
+
+@contextmanager
+def _swapped(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    before = {name: own.data for name, (own, _) in pairs.items()}
+    try:
+        for own, given in pairs.values():
+            own.data = given
+        yield
+    finally:
+        for name, (own, _) in pairs.items():
+            own.data = before[name]
