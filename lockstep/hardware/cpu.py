@@ -129,8 +129,8 @@ def _read(path: Path) -> str:
 def return_freed_memory() -> None:
     """Give freed heap pages back to the operating system, where the C library can (glibc; elsewhere nothing happens).
 
-    Steps of ever different shapes fragment glibc's heap: the quickstart's peak memory grew from 4.4 to 7.5 GB in 22
-    steps without this, and to 5.2 GB with one call a step.
+    Steps of ever different shapes fragment glibc's heap. With a bounded primitive cache (``hardware/allocator.py``) and
+    one call of this a step the quickstart peaks at 4.7 GB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

