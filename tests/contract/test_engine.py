@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,10 @@ import torch
 
 from lockstep.config.schema import RolloutConfig
 from lockstep.model.adapter import recorded_routes
-from lockstep.records import NOT_SAMPLED, Completion, GenerateRequest, SamplingParams, Sequence
+from lockstep.records import Completion
 from lockstep.rollout.torch_engine import TorchEngine
+from tests.contract import engine_contract as contract
+from tests.contract.engine_contract import PROMPTS, as_sequence, make_request, ragged_requests, run
 from tests.contract.engine_models import ARCHITECTURES, FAST, WITH_EXPERTS, tiny_model
 
 TOLERANCE = 1e-5
@@ -26,18 +26,6 @@ def make_engine(model: Any, **options: Any) -> TorchEngine:
     return TorchEngine(model, RolloutConfig(**config), **keywords)
 
 
-def make_request(name: str, prompt: Seq[int], seed: int = 0, want_routes: bool = False, **sampling: Any):
-    params = SamplingParams(**{"max_new_tokens": 8, "seed": seed, **sampling})
-    return GenerateRequest(name, np.asarray(prompt, dtype=np.int32), params, want_routes)
-
-
-def run(engine: TorchEngine, requests: Seq[GenerateRequest]) -> list[Completion]:
-    async def gather() -> list[Completion]:
-        return list(await asyncio.gather(*[engine.generate(request) for request in requests]))
-
-    return asyncio.run(gather())
-
-
 def full_logprobs(model: Any, prompt: np.ndarray, completion: Completion, temperature: float = 1.0) -> np.ndarray:
     """Log-probs of the sampled tokens by one plain forward of the whole sequence."""
     tokens = torch.tensor(np.concatenate([prompt, completion.tokens])).long()
@@ -45,32 +33,6 @@ def full_logprobs(model: Any, prompt: np.ndarray, completion: Completion, temper
         table = (model(tokens[None]).logits[0].float() / temperature).log_softmax(-1)
     rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
     return table[rows, tokens[len(prompt) :]].numpy()
-
-
-def as_sequence(name: str, prompt: np.ndarray, completion: Completion) -> Sequence:
-    before = np.full(len(prompt), NOT_SAMPLED, dtype=np.int32)
-    return Sequence(
-        name,
-        tokens=np.concatenate([prompt, completion.tokens]),
-        loss_mask=np.arange(len(prompt) + len(completion.tokens)) >= len(prompt),
-        logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
-        versions=np.concatenate([before, completion.versions]),
-        kv_versions=np.concatenate([before, completion.kv_versions]),
-    )
-
-
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 7, 7, 11)]
-
-
-def ragged_requests(want_routes: bool = False, **sampling: Any) -> list[GenerateRequest]:
-    """Two groups of different prompts of equal length among them, ragged answer lengths, more than the slots hold."""
-    return [
-        make_request(
-            f"{p}/{i}", [t + p for t in prompt], 100 * p + i, want_routes, max_new_tokens=3 + 5 * i, **sampling
-        )
-        for p, prompt in enumerate(PROMPTS)
-        for i in range(4)
-    ]
 
 
 @pytest.mark.parametrize(("architecture", "path"), BOTH_PATHS)
@@ -101,13 +63,7 @@ def test_sampled_logprobs_equal_a_full_forward_and_decode_equals_prefill(archite
 
 @pytest.mark.parametrize(("architecture", "path"), BOTH_PATHS)
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(architecture, path):
-    engine = make_engine(tiny_model(architecture), fast_path=path)
-    requests = ragged_requests()
-    crowd = run(engine, requests)
-    for request, together in list(zip(requests, crowd, strict=True))[1::5]:
-        (alone,) = run(engine, [request])
-        assert alone.tokens.tolist() == together.tokens.tolist()
-    assert len({tuple(c.tokens[:3]) for c in crowd[:4]}) > 1, "the samples of a group must differ"
+    contract.a_seed_gives_the_same_tokens_alone_and_in_a_crowd(make_engine(tiny_model(architecture), fast_path=path))
 
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)

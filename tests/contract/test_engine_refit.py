@@ -12,8 +12,10 @@ import torch
 from lockstep.records import Manifest, TensorSpec
 from lockstep.rollout.receiver import RefitRefused, dtype_name, live_weights
 from lockstep.rollout.torch_engine import EngineUnfit
+from tests.contract import engine_contract as contract
+from tests.contract.engine_contract import PROMPTS, as_sequence, make_request, run
 from tests.contract.engine_models import ARCHITECTURES, FAST, tiny_model
-from tests.contract.test_engine import PROMPTS, as_sequence, full_logprobs, make_engine, make_request, run
+from tests.contract.test_engine import full_logprobs, make_engine
 
 Weights = dict[str, torch.Tensor]
 
@@ -238,29 +240,14 @@ def test_commit_and_receive_need_a_begin_and_begin_needs_the_last_refit_to_be_ov
 
 @pytest.mark.parametrize("path", ["auto", "off"])
 def test_tokens_after_a_refit_carry_the_new_version_of_weights_and_cache(path):
-    """Requests in flight are kept: prefilled again under the new weights, so no old key serves the new version."""
     old, new = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=2)
-    engine = make_engine(tiny_model("qwen3", seed=1), fast_path=path, num_slots=4)
-    requests = [make_request(str(i), PROMPTS[3], seed=i, max_new_tokens=16) for i in range(8)]
-
-    async def scenario() -> list[Any]:
-        tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
-        while engine.stats.num_generated_tokens < 4 * 6:
-            await asyncio.sleep(0)
-        refit(engine, new, version=5)
-        return list(await asyncio.gather(*tasks))
-
-    completions = asyncio.run(scenario())
-    for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        assert completion.finish_reason == "length"
-        versions = completion.versions.tolist()
-        assert versions == sorted(versions)
-        assert completion.kv_versions.tolist() == versions
-        assert set(versions) == ({0, 5} if index < 4 else {5})
-        by_old = full_logprobs(old, request.prompt_tokens, completion)
-        by_new = full_logprobs(new, request.prompt_tokens, completion)
-        expected = np.where(completion.versions == 0, by_old, by_new)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    engine = make_engine(tiny_model("qwen3", seed=1), fast_path=path)
+    contract.tokens_after_a_refit_carry_the_new_version_of_weights_and_cache(
+        engine,
+        lambda: refit(engine, new, version=5),
+        lambda prompt, completion: full_logprobs(old, prompt, completion),
+        lambda prompt, completion: full_logprobs(new, prompt, completion),
+    )
 
 
 def test_a_prompt_prefilled_before_a_refit_is_not_reused_after_it():
@@ -283,15 +270,4 @@ def test_a_prompt_prefilled_before_a_refit_is_not_reused_after_it():
 
 def test_a_pause_of_the_callers_outlasts_a_refit():
     engine = make_engine(tiny_model("qwen3", seed=1))
-    engine.pause("finish")
-    refit(engine, tiny_model("qwen3", seed=2), version=1)
-
-    async def scenario() -> Any:
-        task = asyncio.ensure_future(engine.generate(make_request("r", PROMPTS[0])))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert engine.stats.num_generated_tokens == 0
-        engine.resume()
-        return await task
-
-    assert asyncio.run(scenario()).versions.tolist() == [1] * 8
+    contract.a_pause_of_the_callers_outlasts_a_refit(engine, lambda: refit(engine, tiny_model("qwen3", seed=2), 1))

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from lockstep.driver.groups import sequence_of
 from lockstep.records import Completion, Sequence
+from tests.contract.engine_contract import as_sequence, ragged_requests, run
 from tests.contract.engine_models import FAST, tiny_model
-from tests.contract.test_engine import TOLERANCE, as_sequence, make_engine, ragged_requests, run
+from tests.contract.test_engine import TOLERANCE, make_engine
 
 LAYOUTS = [(FAST[0], "auto", "prefill"), (FAST[0], "auto", "decode"), (FAST[0], "off", "prefill")]
 
