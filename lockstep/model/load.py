@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lockstep.config.schema import GgufModel, ModelSource, PathModel, RandomModel
 from lockstep.model.characters import CharacterTokenizer
+from lockstep.model.head import use_float32_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,11 +28,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """A causal language model in evaluation mode with ``dtype`` weights.
+def load_model(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    head_dtype: Literal["model", "float32"] = "model",
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode with ``dtype`` weights; ``head_dtype`` as in ``RunConfig``.
 
     Parameters that the architecture declares as float32 only (router biases, hyper-connections, …) stay float32.
-    Raises ModelError if there is no such model or it would need code or a pickle.
+    Raises ModelError if there is no such model or it would need code or a pickle, TypeError if ``head_dtype`` asks for a
+    float32 head and the model's is no plain linear layer.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -42,6 +50,8 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: str = "cpu") -> 
         model = _gguf_model(source, dtype)
     else:
         model = _folder_model(source, dtype)
+    if head_dtype == "float32":
+        use_float32_head(model)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 

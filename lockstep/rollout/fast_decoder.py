@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.model.adapter import num_experts, routers, stacked_routes
+from lockstep.model.head import Float32Head
 from lockstep.rollout.decode_attention import decode_attention
 from lockstep.rollout.decoding import DecoderState, Prefilled
 from lockstep.rollout.experts import run_experts
 from lockstep.rollout.module_decoder import ModuleDecoder, run_body
-from lockstep.rollout.packed_linear import FusedLinear
+from lockstep.rollout.packed_linear import Float32Linear, FusedLinear
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 # Their frequencies depend on the length of the sequence at hand, so a table would be wrong.
@@ -93,7 +94,8 @@ class FastDecoder(ModuleDecoder):
         super().__init__(model, vocab_limit)
         self.model = model
         self.layers = [_Layer(f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
-        self.head = FusedLinear(["lm_head.weight"], [model.lm_head])
+        name, head = "lm_head.weight", model.lm_head
+        self.head = Float32Linear(name, head) if isinstance(head, Float32Head) else FusedLinear([name], [head])
         self.num_experts = num_experts(model) if routers(model) else 0
 
     def prefill(
@@ -133,7 +135,7 @@ class FastDecoder(ModuleDecoder):
         for linear in self._linears():
             yield from linear.unpacked()
 
-    def _linears(self) -> Iterator[FusedLinear]:
+    def _linears(self) -> Iterator[FusedLinear | Float32Linear]:
         for layer in self.layers:
             yield from layer.linears
         yield self.head

@@ -14,6 +14,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from lockstep.model.head import Float32Head
+
 _ROWS_HINT = 64  # oneDNN chooses the layout for about this many rows
 
 
@@ -74,6 +76,28 @@ class FusedLinear:
 
     def _weights(self) -> list[torch.Tensor]:
         return [module.weight.detach() for module in self._modules]  # pyright: ignore[reportCallIssue]
+
+
+class Float32Linear:
+    """A ``Float32Head`` as decoding runs it: its weight widened once, at each ``refresh``, and not at every call."""
+
+    def __init__(self, name: str, head: Float32Head) -> None:
+        self._name = name
+        self._head = head
+        self._weight = head.weight.detach().float()
+
+    def refresh(self) -> None:
+        """Widen the current weight."""
+        self._weight = self._head.weight.detach().float()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, in] ↦ [n, out] float32."""
+        bias = None if self._head.bias is None else self._head.bias.float()
+        return F.linear(rows.float(), self._weight, bias)
+
+    def unpacked(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight) as it is computed with, in the head's own dtype, which holds it exactly."""
+        yield self._name, self._weight.to(self._head.weight.dtype)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

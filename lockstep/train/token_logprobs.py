@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.adapter import SplitModel
+from lockstep.model.head import Float32Head
 
 _BLOCK_ELEMENTS = 1 << 22
 """Float32 elements of one softmax block: 16 MB. Smaller blocks don't compute faster, and each of their many operations
@@ -58,7 +59,10 @@ class TokenLogProbs:
         if len(tokens) == 0:
             return hidden.new_zeros(0, dtype=torch.float32) + 0.0 * hidden.float().sum()
         if self.linear:
-            weight: torch.Tensor = self.split.model.lm_head.weight  # pyright: ignore[reportAttributeAccessIssue]
+            head = self.split.model.lm_head
+            weight: torch.Tensor = head.weight  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+            if isinstance(head, Float32Head):
+                hidden, weight = hidden.float(), weight.float()
             return _LinearHead.apply(  # pyright: ignore[reportReturnType]
                 hidden, weight, rows, tokens, self.inverse_temperature, self.vocab_limit, self.chunk_tokens
             )
@@ -93,13 +97,13 @@ class TokenLogProbs:
 
 def _is_plain_linear(split: SplitModel) -> bool:
     head = split.model.lm_head
-    if type(head) is not torch.nn.Linear or head.bias is not None:
+    if type(head) not in (torch.nn.Linear, Float32Head) or head.bias is not None:
         return False
     with torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
         probe = torch.randn(4, head.in_features, generator=generator).to(head.weight)
         expected = split.logits(probe)
-        found = F.linear(probe, head.weight)
+        found = head(probe)
     return expected.shape == found.shape and torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=1e-5)
 
 

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import LogProbs
+from lockstep.model.head import Float32Head
+from lockstep.model.weights import ModelWeights
 from lockstep.parity.attribute import Attribution, Factor, attribute, sentence
 from lockstep.parity.factors import FLOAT32_HEAD, builtin_factors, choose_factors, environment_factor
 from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
@@ -33,7 +35,6 @@ from lockstep.rollout.packed_linear import FusedLinear, packing_works
 from lockstep.rollout.receiver import TorchReceiver
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.train.forward import PolicyForward
-from lockstep.model.weights import ModelWeights
 from tests.contract.engine_models import tiny_model
 
 BOUND = 1e-3
@@ -141,7 +142,8 @@ def head_in_bfloat16_on_one_side(patch: Patch) -> Case:
     original = torch_engine.make_decoder
 
     def make_decoder(model: Any, *args: Any) -> Any:
-        model.lm_head = Bfloat16Head(model.lm_head)
+        if not isinstance(model.lm_head, Float32Head):
+            model.lm_head = Bfloat16Head(model.lm_head)
         return original(model, *args)
 
     patch.setattr(torch_engine, "make_decoder", make_decoder)
