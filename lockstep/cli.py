@@ -30,7 +30,7 @@ TOLD_ERRORS = {
     ("lockstep.tasks.errors", "TaskError"): EXIT_USAGE,
     ("lockstep.metrics.run_folder", "RunFolderError"): EXIT_USAGE,
     ("lockstep.metrics.checkpoints", "CheckpointError"): EXIT_FAILED,
-    ("lockstep.train.checkpoint", "CheckpointError"): EXIT_FAILED,
+    ("lockstep.train.checkpoint", "TrainerStateError"): EXIT_FAILED,
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
@@ -156,6 +156,8 @@ def export(
     from lockstep.loop import export as write
 
     print(write(run_dir, out, step))
+    if not (out / "tokenizer_config.json").exists():
+        print("no tokenizer was written: a random model's characters have none in Hugging Face's format", file=sys.stderr)
 
 
 @recipes_app.command("list", epilog="Example:  lockstep recipes list")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 
-class CheckpointError(RuntimeError):
+class TrainerStateError(RuntimeError):
     """A checkpoint that does not fit, with everything that is wrong."""
 
 
@@ -37,12 +37,12 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill ``tensors`` in place from ``path``. Raises CheckpointError, before anything changes, on any difference."""
+    """Fill ``tensors`` in place from ``path``. Raises TrainerStateError, before anything changes, on any difference."""
     problems = _differences(path, tensors)
     if problems:
         shown = "\n  ".join(problems[:20])
         more = f"\n  … and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(f"checkpoint {path} does not fit this trainer; nothing was loaded:\n  {shown}{more}")
+        raise TrainerStateError(f"checkpoint {path} does not fit this trainer; nothing was loaded:\n  {shown}{more}")
     with _plain_errors():
         load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=_no_dist())
 
@@ -113,18 +113,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA_CLASSES:
-            raise CheckpointError(f"its .metadata names {module}.{name}, which no checkpoint of Lockstep contains")
+            raise TrainerStateError(f"its .metadata names {module}.{name}, which no checkpoint of Lockstep contains")
         return super().find_class(module, name)
 
 
 def _differences(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     if not (path / ".metadata").is_file():
-        raise CheckpointError(f"checkpoint {path} is not complete: it has no .metadata file")
+        raise TrainerStateError(f"checkpoint {path} is not complete: it has no .metadata file")
     with (path / ".metadata").open("rb") as file:
         try:
             _MetadataUnpickler(file).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
+        except TrainerStateError as error:
+            raise TrainerStateError(f"checkpoint {path} is refused: {error}") from None
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     problems = [f"missing in the checkpoint: {key}" for key in sorted(tensors.keys() - stored.keys())]
     problems += [f"unknown to this trainer: {key}" for key in sorted(stored.keys() - tensors.keys())]

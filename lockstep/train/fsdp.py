@@ -232,7 +232,7 @@ class FsdpTrainer:
     def load(self, path: Path) -> None:
         """Restore what ``save`` wrote, so that the next step equals the uninterrupted run's bit for bit.
 
-        Raises CheckpointError, before anything changes, if names, shapes or dtypes differ in either direction.
+        Raises TrainerStateError, before anything changes, if names, shapes or dtypes differ in either direction.
         """
         state = self._state()
         load_tensors(path, state)

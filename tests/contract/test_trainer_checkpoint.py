@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config.schema import TrainerConfig
-from lockstep.train.checkpoint import CheckpointError
+from lockstep.train.checkpoint import TrainerStateError
 from lockstep.train.fsdp import FsdpTrainer
 from tests.contract.test_trainer import Reinforce, batch
 from tests.contract.tiny_models import tiny_model
@@ -72,7 +72,7 @@ def test_a_layer_too_many_or_too_few_is_named_and_nothing_is_loaded(tmp_path: Pa
     subject = trainer(num_hidden_layers=loaded)
     before = state(subject)
     word = "unknown to this trainer" if saved > loaded else "missing in the checkpoint"
-    with pytest.raises(CheckpointError, match=rf"(?s)nothing was loaded.*{word}: exp_avg/model\.layers\.2\."):
+    with pytest.raises(TrainerStateError, match=rf"(?s)nothing was loaded.*{word}: exp_avg/model\.layers\.2\."):
         subject.load(tmp_path / "checkpoint")
     assert equal(state(subject), before)
 
@@ -81,7 +81,7 @@ def test_other_shapes_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     trainer(moe_intermediate_size=64).save(tmp_path / "checkpoint")
     subject = trainer()
     before = state(subject)
-    with pytest.raises(CheckpointError, match=r"down_proj: shape \(8, 64, 64\) in the checkpoint, \(8, 64, 32\) here"):
+    with pytest.raises(TrainerStateError, match=r"down_proj: shape \(8, 64, 64\) in the checkpoint, \(8, 64, 32\) here"):
         subject.load(tmp_path / "checkpoint")
     assert equal(state(subject), before)
 
@@ -91,7 +91,7 @@ def test_other_dtypes_are_named_because_a_conversion_would_be_silent(tmp_path: P
 
     save_tensors(tmp_path / "checkpoint", {"a": torch.ones(2)})
     target = {"a": torch.zeros(2, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointError, match=r"a: torch\.float32 in the checkpoint, torch\.bfloat16 here"):
+    with pytest.raises(TrainerStateError, match=r"a: torch\.float32 in the checkpoint, torch\.bfloat16 here"):
         load_tensors(tmp_path / "checkpoint", target)
     assert float(target["a"].sum()) == 0
 
@@ -102,12 +102,12 @@ def test_moments_missing_from_a_checkpoint_are_an_error(tmp_path: Path) -> None:
     subject = trainer()
     partial = {name: tensor for name, tensor in state(subject).items() if not name.startswith(("exp_avg_sq/", "live/"))}
     save_tensors(tmp_path / "checkpoint", partial)
-    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: exp_avg_sq/"):
+    with pytest.raises(TrainerStateError, match=r"missing in the checkpoint: exp_avg_sq/"):
         subject.load(tmp_path / "checkpoint")
 
 
 def test_an_incomplete_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not complete"):
+    with pytest.raises(TrainerStateError, match="is not complete"):
         trainer().load(tmp_path)
 
 

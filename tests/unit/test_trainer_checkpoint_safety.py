@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.train.checkpoint import CheckpointError, load_tensors, save_tensors
+from lockstep.train.checkpoint import TrainerStateError, load_tensors, save_tensors
 
 
 class _Runs:
@@ -42,7 +42,7 @@ def test_metadata_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path
     save_tensors(folder, tensors())
     (folder / ".metadata").write_bytes(pickle.dumps(_Runs(trace)))
     target = tensors()
-    with pytest.raises(CheckpointError, match="pathlib"):
+    with pytest.raises(TrainerStateError, match="pathlib"):
         load_tensors(folder, target)
     assert not trace.exists()
 
