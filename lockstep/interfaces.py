@@ -23,6 +23,7 @@ from lockstep.records import (
     Naming,
     OptimOutput,
     Problem,
+    Quantisation,
     RouteArray,
     Score,
     Sequence,
@@ -109,6 +110,11 @@ class WeightReceiver(Protocol):
     @property
     def naming(self) -> Naming:
         """Whose names it takes and shows: the source is translated to them."""
+        ...
+
+    @property
+    def quantisation(self) -> Quantisation:
+        """How the weights that it takes are quantised: the source is quantised accordingly."""
         ...
 
     def begin(self, manifest: Manifest) -> None: ...

@@ -82,6 +82,23 @@ def shared_weights_have_one_dtype(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def quantised_weights_are_copies(config: RunConfig) -> Iterator[Violation]:
+    """Quantised weights are other tensors than the trainer's, so there is nothing to alias; only the torch engine is
+    made to be refitted with them."""
+    scheme = config.rollout.quantisation
+    if scheme == "none":
+        return
+    if config.refit.transport == "shared":
+        message = f"an engine quantised {scheme} can't alias the trainer's weights"
+        way_out = 'set refit.transport = "local", or rollout.quantisation = "none"'
+        yield Violation("refit.transport", message, way_out, ("rollout.quantisation",))
+    if config.rollout.engine != "torch":
+        message = f"{scheme} is not served by the {config.rollout.engine} engine"
+        way_out = 'set rollout.engine = "torch", or rollout.quantisation = "none"'
+        yield Violation("rollout.quantisation", message, way_out, ("rollout.engine",))
+
+
+@rule
 def supervised_settings_need_steps(config: RunConfig) -> Iterator[Violation]:
     """Settings of the supervised warm-up do nothing with 0 steps of it."""
     if config.supervised.steps == 0:

@@ -1,7 +1,7 @@
 """Which of a gate's bounds belong to a run, and the rules between the gate's settings.
 
-A bound is of one kind of hardware and one pair of dtypes. What was measured in bfloat16 says nothing about float32, so
-a run for which no bound was given is refused, not judged by another one.
+A bound is of one kind of hardware, one pair of dtypes and one quantisation. What was measured in bfloat16 says nothing
+about float32, so a run for which no bound was given is refused, not judged by another one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ def dtype_of(config: RunConfig) -> str:
 
 def fitting_bounds(config: RunConfig, hardware: str) -> tuple[BoundConfig, ...]:
     """The bounds for this run on that kind of device, in the order of the configuration; empty: none was given."""
-    dtype = dtype_of(config)
+    dtype, quantisation = dtype_of(config), config.rollout.quantisation
     return tuple(
-        bound for bound in config.gate.bounds if bound.hardware in ("any", hardware) and bound.dtype in ("any", dtype)
+        bound
+        for bound in config.gate.bounds
+        if bound.hardware in ("any", hardware) and bound.dtype in ("any", dtype) and bound.quantisation == quantisation
     )
 
 
@@ -39,13 +41,20 @@ def bounds_for(config: RunConfig, hardware: str) -> tuple[BoundConfig, ...]:
 
 
 def _no_bound(config: RunConfig, hardware: str) -> Violation:
-    given = ", ".join(f"{b.metric} on {b.hardware} in {b.dtype}" for b in config.gate.bounds) or "none"
+    given = ", ".join(
+        f"{b.metric} on {b.hardware} in {b.dtype}{_quantised(b.quantisation)}" for b in config.gate.bounds
+    )
     return Violation(
         "gate.bounds",
-        f"has no bound for {hardware} in {dtype_of(config)} (trainer/engine); given: {given}",
+        f"has no bound for {hardware} in {dtype_of(config)} (trainer/engine){_quantised(config.rollout.quantisation)}; "
+        f"given: {given or 'none'}",
         'add one with its evidence: run with a generous bound and gate.action = "warn" and see what is normal there',
-        ("device", "trainer.dtype", "rollout.dtype"),
+        ("device", "trainer.dtype", "rollout.dtype", "rollout.quantisation"),
     )
+
+
+def _quantised(scheme: str) -> str:
+    return "" if scheme == "none" else f" quantised {scheme}"
 
 
 @rule
@@ -68,9 +77,10 @@ def bounds_do_not_overlap(config: RunConfig) -> Iterator[Violation]:
         for metric in (metric for metric, count in counts.items() if count > 1):
             yield Violation(
                 "gate.bounds",
-                f"has {counts[metric]} bounds on {metric} for {kind} in {dtype_of(config)}",
-                "keep one, or tell them apart by hardware and dtype",
-                ("trainer.dtype", "rollout.dtype"),
+                f"has {counts[metric]} bounds on {metric} for {kind} in {dtype_of(config)}"
+                f"{_quantised(config.rollout.quantisation)}",
+                "keep one, or tell them apart by hardware, dtype and quantisation",
+                ("trainer.dtype", "rollout.dtype", "rollout.quantisation"),
             )
             return
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lockstep.config.section import Section
+from lockstep.config.section import Quantisation, Section
 
 
 class CorrectionConfig(Section):
@@ -59,6 +59,11 @@ class BoundConfig(Section):
     )
     dtype: Literal["any", "bfloat16", "float32", "bfloat16/float32", "float32/bfloat16"] = Field(
         default="any", description="trainer.dtype/rollout.dtype where this bound is used; one word: both sides alike."
+    )
+    quantisation: Quantisation = Field(
+        default="none",
+        description="rollout.quantisation where this bound is used: what was measured on unquantised weights says "
+        "nothing about quantised ones.",
     )
     evidence: str = Field(description="Where the bound comes from: what was measured, or who published it.")
     shown: bool = Field(

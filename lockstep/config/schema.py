@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.config.gate_schema import BoundConfig, CorrectionConfig, GateConfig
-from lockstep.config.section import Dtype, Section
+from lockstep.config.section import Dtype, Quantisation, Section
 
 __all__ = ["BoundConfig", "CorrectionConfig", "Dtype", "GateConfig", "Section"]
 
@@ -158,6 +158,12 @@ class RolloutConfig(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1, description="0: off. Refused above, as top_k.")
     stop_strings: tuple[str, ...] = Field(default=(), description="Texts that end a completion.")
     dtype: Dtype = Field(default="bfloat16", description="Weights and activations of the engine.")
+    quantisation: Quantisation = Field(
+        default="none",
+        description="How the engine's weights are quantised at each refit. fp8: linears and experts in e4m3, 128 × 128 "
+        "blocks, float32 scales; fp8_ue8m0: the same with power-of-two scales; mxfp4_experts: experts in mxfp4. The "
+        "torch engine computes with them dequantised. It needs bounds of its own.",
+    )
     fast_path: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: the hand-written decoder where the architecture has one; off: transformers' modules.",

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 Dtype = Literal["bfloat16", "float32"]
+Quantisation = Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"]
 
 
 class Section(BaseModel):

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from lockstep.config.gate_checks import bounds_for
-from lockstep.config.schema import AlgorithmConfig, ModelSource, PromptConfig, RunConfig
+from lockstep.config.gate_checks import bounds_for, fitting_bounds
+from lockstep.config.schema import AlgorithmConfig, BoundConfig, ModelSource, PromptConfig, RunConfig
 from lockstep.driver.engines import build_engine, close_engine, served_length
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.proof import RefitProof
@@ -163,12 +163,21 @@ def _connect(
         proof=RefitProof(
             trainer,
             engine,
-            gate.bounds,
+            proof_bounds(config, gate, model.device.type),
             vocab_limit=vocab_limit,
             longest=served_length(config, model, renderer.config.max_tokens),
         ),
         refit_steps=[],
     )
+
+
+def proof_bounds(config: RunConfig, gate: Gate, device: str) -> tuple[BoundConfig, ...]:
+    """The bounds of a refit's probes: the gate's. Those of an unquantised run if the engine is quantised and there are
+    any, because the reference then computes with the quantised weights too."""
+    if config.rollout.quantisation == "none":
+        return gate.bounds
+    plain = config.rollout.model_copy(update={"quantisation": "none"})
+    return fitting_bounds(config.model_copy(update={"rollout": plain}), device) or gate.bounds
 
 
 def _scorer(

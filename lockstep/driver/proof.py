@@ -10,10 +10,11 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from lockstep.config.schema import BoundConfig
-from lockstep.interfaces import Engine
+from lockstep.interfaces import Engine, LogProbs, WeightSource
 from lockstep.model.adapter import num_experts, routers
 from lockstep.refit.behaves import Behaviour
 from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
+from lockstep.refit.quantised import served_weights
 from lockstep.spans import span
 from lockstep.train.fsdp import FsdpTrainer
 
@@ -46,16 +47,27 @@ class RefitProof:
 
     def of_policy(self) -> Behaviour | None:
         """The check of a refit with the trainer's weights; None without a bound. Has scored the engine already."""
-        return self._check(self._trainer.logprobs)
+        if self._engine.receiver().quantisation == "none":
+            return self._check(self._alone)
+        return self._of(self._trainer.weights())
 
     def of_other(self, other: OtherWeights) -> Behaviour | None:
         """The same of a refit with ``other`` weights: the trainer computes with them while it scores."""
+        return self._of(other)
+
+    def _of(self, source: WeightSource) -> Behaviour | None:
+        """The trainer computes with the source's weights while it scores, quantised and dequantised as the engine's."""
+        served = served_weights(source, self._engine.receiver().quantisation)
 
         def reference(sequences: Any) -> Any:
-            with holding(self._trainer.model, other):
-                return self._trainer.logprobs(sequences)
+            with holding(self._trainer.model, served):
+                return self._alone(sequences)
 
         return self._check(reference)
+
+    def _alone(self, sequences: Any) -> dict[str, LogProbs]:
+        """Each probe by itself: what packing or padding does is the gate's to judge, not the refit's."""
+        return {name: one for sequence in sequences for name, one in self._trainer.logprobs([sequence]).items()}
 
     def _check(self, reference: Any) -> Behaviour | None:
         if self._bound is None:

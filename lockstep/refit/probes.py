@@ -85,7 +85,8 @@ def make_probes(
     seed: int = 0,
     max_probes: int = MAX_PROBES,
 ) -> Probes:
-    """Probes for a model, as few as reach ``WANTED_COVERAGE`` of its experts, at most ``max_probes``.
+    """Probes for a model. Beyond the first few, only those that reach another expert are kept, until
+    ``WANTED_COVERAGE`` of them is reached, ``max_probes`` were tried, or twice as many reach nothing new.
 
     ``score`` is the reference's; its routes count. ``num_experts`` 0: dense. ``context`` limits their length. Raises
     ValueError if a model with experts reports no routes.
@@ -94,46 +95,48 @@ def make_probes(
     wanted = LONG_PROBES.get(model_type, 0)
     lengths = [min(PROBE_TOKENS, room)] * (NUM_PROBES - 1) + [min(max(wanted, PROBE_TOKENS), room)]
     random = np.random.default_rng(seed)
-    sequences: list[Sequence] = []
-    reached: np.ndarray | None = None
-    while True:
-        new = [_probe(f"probe/{len(sequences) + i}", random, length, vocab_size) for i, length in enumerate(lengths)]
-        sequences += new
-        if num_experts:
-            found = _reached(score(new), new, num_experts)
-            reached = found if reached is None else reached | found
-        coverage = Coverage(
-            num_pairs=0 if reached is None else reached.size,
-            missing=() if reached is None else tuple((int(a), int(b)) for a, b in np.argwhere(~reached)),
-            longest=max(len(s.tokens) for s in sequences),
-            wanted_tokens=wanted,
-        )
-        if coverage.share >= WANTED_COVERAGE or 2 * len(sequences) > max_probes:
-            return Probes(tuple(sequences), coverage)
-        lengths = [min(PROBE_TOKENS, room)] * len(sequences)  # twice as many
+    sequences = [_probe(i, random, length, vocab_size) for i, length in enumerate(lengths)]
+    num_made, reached = len(sequences), None
+    if num_experts:
+        reached = _reached(score(sequences), sequences, num_experts).any(axis=0)
+        while reached.mean() < WANTED_COVERAGE and 2 * num_made <= max_probes:
+            new = [_probe(num_made + i, random, lengths[0], vocab_size) for i in range(num_made)]
+            before, num_made = reached, 2 * num_made
+            for sequence, found in zip(new, _reached(score(new), new, num_experts), strict=True):
+                if (found & ~reached).any():
+                    sequences.append(sequence)
+                    reached = reached | found
+            if (before == reached).all():
+                break  # the rest is out of reach of random tokens
+    coverage = Coverage(
+        num_pairs=0 if reached is None else reached.size,
+        missing=() if reached is None else tuple((int(a), int(b)) for a, b in np.argwhere(~reached)),
+        longest=max(len(s.tokens) for s in sequences),
+        wanted_tokens=wanted,
+    )
+    return Probes(tuple(sequences), coverage)
 
 
-def _probe(name: str, random: np.random.Generator, length: int, vocab_size: int) -> Sequence:
+def _probe(index: int, random: np.random.Generator, length: int, vocab_size: int) -> Sequence:
     tokens = random.integers(0, vocab_size, length).astype(np.int32)
     zeros = np.zeros(length, np.int32)
-    return Sequence(name, tokens, np.arange(length) > 0, np.zeros(length, np.float32), zeros, zeros)
+    return Sequence(f"probe/{index}", tokens, np.arange(length) > 0, np.zeros(length, np.float32), zeros, zeros)
 
 
 def _reached(scored: Mapping[str, LogProbs], sequences: Seq[Sequence], num_experts: int) -> np.ndarray:
-    """[L, E] whether any token of the sequences went to the expert."""
-    reached: np.ndarray | None = None
+    """[sequences, L, E] whether any token of the sequence went to the expert."""
+    reached = []
     for sequence in sequences:
         routes = scored[sequence.sequence_id].routes
         if routes is None:
             raise ValueError("the reference reports no expert ids: coverage of the probes can't be counted")
         ids = signed_routes(routes)  # [T-1, L, K]
-        if reached is None:
-            reached = np.zeros((ids.shape[1], num_experts), dtype=np.bool_)
+        found = np.zeros((ids.shape[1], num_experts), dtype=np.bool_)
         for layer in range(ids.shape[1]):
             chosen = ids[:, layer].ravel()
-            reached[layer, chosen[chosen >= 0]] = True
-    assert reached is not None, "there is at least one probe"
-    return reached
+            found[layer, chosen[chosen >= 0]] = True
+        reached.append(found)
+    return np.stack(reached)
 
 
 # --- weights that differ on purpose -----------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ def _swapped(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Iterator
     before = {name: own.data for name, (own, _) in pairs.items()}
     try:
         for own, given in pairs.values():
-            own.data = given
+            own.data = given.to(own.dtype)  # dequantised weights are float32
         yield
     finally:
         for name, (own, _) in pairs.items():

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.numerics.blocks import QuantisationError
 from lockstep.records import Claim, DerivedReport, Manifest
 from lockstep.refit.names import NameMapError, named_for
+from lockstep.refit.quantised import quantised_for
 from lockstep.refit.transports import Transport
 from lockstep.refit.verify import claim_covered, claim_derived, claim_loaded
 from lockstep.spans import span
@@ -71,8 +73,11 @@ def run_refit(
     """
     try:
         source = named_for(source, receiver.naming)
+        source = quantised_for(source, receiver.quantisation)
     except NameMapError as error:
         raise RefitError(f"refit refused, names can't be translated to the engine's: {error}") from error
+    except QuantisationError as error:
+        raise RefitError(f"refit refused, the weights can't be quantised for the engine: {error}") from error
     manifest = source.manifest()
     clock = _PhaseClock()
     try:

@@ -9,26 +9,37 @@ import torch
 
 from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.records import Claim, Manifest
+from lockstep.refit.quantised import as_held, held_dequantised
 from lockstep.refit.transports import whole_tensors
 
 
 def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
-    """Every manifest name has a live tensor and every live tensor is of the manifest, counted both ways."""
+    """Every manifest name has a live tensor and every live tensor is of the manifest, counted both ways. The block
+    scales of a weight that is live dequantised are in it."""
     sent = {spec.name for spec in manifest.tensors}
-    live = {name for name, _ in receiver.live()} | receiver.opaque().keys()
-    missing, extra = sorted(sent - live), sorted(live - sent - set(manifest.tied))
+    shown = {name: tensor.dtype for name, tensor in receiver.live()}
+    live = shown.keys() | receiver.opaque().keys()
+    dequantised = held_dequantised(manifest, shown)
+    folded = {spec.scale for spec in manifest.tensors if spec.name in dequantised}
+    missing, extra = sorted(sent - live - folded), sorted(live - sent - set(manifest.tied))
+    if manifest.base_version is not None:
+        extra = []  # a declared subset leaves the rest as its base has it
     if missing or extra:
         return Claim("covered", "failed", f"not live after the refit: {missing[:5]}; live but not sent: {extra[:5]}")
-    return Claim("covered", "held", f"{len(sent)} tensors sent, {len(live)} live")
+    into = f" ({len(folded)} of them block scales, now in their weights)" if folded else ""
+    return Claim("covered", "held", f"{len(sent)} tensors sent{into}, {len(live)} live")
 
 
 def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightReceiver) -> Claim:
     """Live tensors of the engine, tied copies with a layout of their own included, equal the trainer's byte for byte
-    after the conversion to the engine's dtype; those in a layout that can't be undone equal a second load."""
-    expected = dict(whole_tensors(source))
+    after the conversion to the engine's dtype; those in a layout that can't be undone equal a second load. Weights that
+    the engine dequantised equal the dequantisation of the quantised source."""
+    expected = dict(whole_tensors(as_held(source, receiver)))
     num_bytes = num_tensors = 0
     for name, live in receiver.live():
         sent = name if name in expected else manifest.tied.get(name)
+        if sent is None and manifest.base_version is not None:
+            continue  # not of the declared subset
         if sent is None:
             return Claim("loaded", "failed", f"{name}: live in the engine, unknown to the trainer")
         wanted = expected[sent].detach().to(device=live.device, dtype=live.dtype)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.records import DerivedReport, Manifest, Naming, TensorSpec
+from lockstep.records import DerivedReport, Manifest, Naming, Quantisation, TensorSpec
 from lockstep.rollout.decoding import Decoder
 
 
@@ -144,6 +144,11 @@ class TorchReceiver:
     def naming(self) -> Naming:
         """The embedded engine runs transformers' modules: their names are its own."""
         return "module"
+
+    @property
+    def quantisation(self) -> Quantisation:
+        """Plain weights."""
+        return "none"
 
     def commit(self) -> tuple[DerivedReport, ...]:
         """Rebuild derived weights, drop caches, serve the new version. Raises if a tensor never arrived."""

@@ -50,12 +50,17 @@ def a_bound(**fields: Any) -> dict[str, Any]:
     return {"bound": 0.1, "evidence": "test", **fields}
 
 
+FP8 = {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]}
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a_bound_fits_the_run", {"gate.bounds": []}, "gate.bounds"),
     ("a_bound_fits_the_run", {"gate.bounds": [a_bound(dtype="float32")]}, "gate.bounds"),
     ("a_bound_fits_the_run", {"rollout.dtype": "float32", "gate.bounds": [a_bound(dtype="bfloat16")]}, "gate.bounds"),
     ("a_bound_fits_the_run", {"device": "cpu", "gate.bounds": [a_bound(hardware="cuda")]}, "gate.bounds"),
     ("a_bound_fits_the_run", {"gate.bounds": [a_bound(evidence=" ")]}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"rollout.quantisation": "fp8"}, "gate.bounds"),
+    ("a_bound_fits_the_run", {"gate.bounds": [a_bound(quantisation="fp8")]}, "gate.bounds"),
+    ("bounds_do_not_overlap", FP8 | {"gate.bounds": 2 * [a_bound(quantisation="fp8")]}, "gate.bounds"),
     ("bounds_do_not_overlap", {"gate.bounds": [a_bound(), a_bound(hardware="cuda")]}, "gate.bounds"),
     ("bounds_do_not_overlap", {"gate.bounds": [a_bound(dtype="bfloat16"), a_bound(hardware="cpu")]}, "gate.bounds"),
     ("gate_correction_goes_with_correct", {"gate.action": "correct"}, "gate.correction"),
@@ -174,6 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("replayed_routes_are_recorded", {"trainer.routing_replay": True}, "trainer.routing_replay"),
     ("shared_weights_have_one_dtype", {"refit.transport": "shared", "rollout.dtype": "float32"}, "refit.transport"),
+    ("quantised_weights_are_copies", FP8 | {"refit.transport": "shared"}, "refit.transport"),
     ("supervised_settings_need_steps", {"supervised.batch_size": 8}, "supervised.batch_size"),
     ("gguf_has_one_source", {"model.path": "/m.gguf"}, "model.path"),
     ("gguf_has_one_source", {"model.package": None}, "model.path"),
@@ -240,6 +246,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"gate.bounds": [a_bound(hardware="cuda"), a_bound(hardware="cpu"), a_bound(metric="k3")]},
     {"gate.bounds": [a_bound(dtype="bfloat16"), a_bound(dtype="float32"), a_bound(dtype="bfloat16/float32")]},
     {"gate.bounds": [a_bound(dtype="bfloat16/float32")], "rollout.dtype": "float32"},
+    {"gate.bounds": [a_bound(), a_bound(quantisation="fp8"), a_bound(quantisation="fp8_ue8m0")]},
+    FP8,
     {"device": "cuda", "gate.bounds": [a_bound(hardware="cuda", shown=True)]},
 ]
 
@@ -276,6 +284,11 @@ def test_bounds_are_chosen_by_device_and_dtypes_and_a_run_without_one_is_refused
     assert [b.bound for b in bounds_for(both, "cuda")] == [0.2]
     mixed = config_with({"gate.bounds": bounds, "rollout.dtype": "float32"})
     assert [b.bound for b in bounds_for(mixed, "cuda")] == [0.3]
+    fp8 = config_with({"gate.bounds": [*bounds, a_bound(quantisation="fp8", bound=0.5)], "rollout.quantisation": "fp8"})
+    assert [b.bound for b in bounds_for(fp8, "cpu")] == [0.5]
+    unbounded = config_with({"gate.bounds": bounds, "rollout.quantisation": "fp8_ue8m0"})
+    with pytest.raises(ConfigError, match=r"no bound for cpu in bfloat16 .* quantised fp8_ue8m0; given: "):
+        bounds_for(unbounded, "cpu")
     with pytest.raises(ConfigError, match=r"no bound for cuda in bfloat16 .*given: abs_diff/mean on cpu in any"):
         bounds_for(config_with({"gate.bounds": [a_bound(hardware="cpu")]}), "cuda")
 
