@@ -53,6 +53,22 @@ class LiveLayout:
                     _part(whole, source).copy_(tensor)
             yield name, whole
 
+    def places(self) -> dict[str, tuple[tuple[torch.Tensor, Geometry], ...]] | None:
+        """For each name the views of live storage that it fills and the part of it that goes there; None if a layer is
+        opaque, a tensor is computed on its way, or a live tensor is not one piece of storage."""
+        if self._opaque_layers:
+            return None
+        places: dict[str, tuple[tuple[torch.Tensor, Geometry], ...]] = {}
+        for name, writes in self._plan.writes.items():
+            pieces = []
+            for write in writes:
+                live = self._tensor(write.target)
+                if write.source is None or not live.is_contiguous():
+                    return None
+                pieces.append((_part(live, write.region), write.source))
+            places[name] = tuple(pieces)
+        return places
+
     def opaque(self) -> dict[str, str]:
         """Names in layers whose layout can't be undone, each with the reason."""
         reasons = {name: self._reason(name) for name, writes in self._plan.writes.items() if writes}

@@ -1,7 +1,8 @@
 """vLLM's side of a refit, in this process: proved against the engine's own loader, loaded layer by layer, compared.
 
     begin    registry refuses what it can't refresh; before_plan state; every name and every live value accounted for
-    receive  before_load state; complete units go through vLLM's own loaders into poisoned staging, then in place
+    receive  before_load state; complete units go through vLLM's own loaders into poisoned staging, then in place;
+             from the second refit on straight in place, where every layer kept its layout (``vllm_direct.py``)
     commit   vLLM's post-processing, after_load state, and only then the new version
     abort    the old tensors are put back in place; they may be a mixture, so the engine serves nothing
 
@@ -18,6 +19,7 @@ import torch
 
 from lockstep.records import DerivedReport, Manifest, Naming, Quantisation, TensorSpec
 from lockstep.rollout.receiver import RefitHost, RefitRefused, dtype_name
+from lockstep.rollout.vllm_direct import DirectCopy
 from lockstep.rollout.vllm_hooks import served_model
 from lockstep.rollout.vllm_layout import LiveLayout
 from lockstep.rollout.vllm_plan import LoadPlan, plan_load
@@ -70,6 +72,7 @@ class VllmReceiver:
         self._received: set[str] = set()
         self._repaired: tuple[DerivedReport, ...] = ()
         self._loading = False
+        self._direct: DirectCopy | None = None
 
     @property
     def naming(self) -> Naming:
@@ -96,6 +99,7 @@ class VllmReceiver:
             with self._configured():
                 self._plan = plan_load(self._model, manifest, self._reload)
             self._planned = shape
+            self._direct = None
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._received, self._copied, self._held = set(), set(), {}
         self._manifest = manifest
@@ -106,6 +110,10 @@ class VllmReceiver:
         what waits for its other half (gate for up, an expert stack's rest) is copied."""
         manifest = self._begun()
         try:
+            if self._direct is not None:
+                with torch.no_grad():
+                    self._direct.copy(self._arriving(manifest, tensors))
+                return
             with self._configured(), self._reload.poisoned_staging(), torch.no_grad():
                 self._start_loading()
                 self._model.load_weights(self._complete_units(manifest, tensors))  # pyright: ignore[reportCallIssue]
@@ -126,11 +134,15 @@ class VllmReceiver:
             if absent := [name for name in self._specs if name not in self._received]:
                 raise RefitRefused(f"refit to version {manifest.version}: never arrived: {', '.join(absent[:20])}")
             with self._configured(), self._reload.poisoned_staging(), torch.no_grad():
-                self._finish_loading(plan)
-                self._reload.finalize(self._model, self._model_config)
-                self._loading = False
+                if self._direct is None:
+                    self._finish_loading(plan)
+                    self._reload.finalize(self._model, self._model_config)
+                    self._loading = False
                 after = () if self._derived is None else self._derived.after_load(self._llm)
-            self._layout = LiveLayout(self._model, plan, self._reload)
+            if self._direct is None:
+                self._layout = LiveLayout(self._model, plan, self._reload)
+                # Without a registry nobody rebuilds what vLLM's post-processing would have derived.
+                self._direct = None if self._derived is None else DirectCopy.of(self._layout)
         except BaseException as error:
             self.abort(f"version {manifest.version} could not be committed: {error}")
             raise
@@ -225,14 +237,21 @@ class VllmReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What belongs together, once all of it is here."""
         plan = self._planned_load()
-        for name, tensor in tensors:
-            self._check(manifest, name, tensor)
-            self._received.add(name)
+        for name, tensor in self._arriving(manifest, tensors):
             unit = plan.unit[name]
             waiting = self._held.setdefault(unit, [])
             waiting.append((name, tensor.detach()))
             if len(waiting) == plan.unit_size[unit]:
                 yield from self._held.pop(unit)
+
+    def _arriving(
+        self, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor, checked against its manifest and counted."""
+        for name, tensor in tensors:
+            self._check(manifest, name, tensor)
+            self._received.add(name)
+            yield name, tensor
 
     def _keep_held(self) -> None:
         """Copy what still waits: the transport may use its buffers again."""

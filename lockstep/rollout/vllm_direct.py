@@ -1,0 +1,47 @@
+"""The short way into vLLM's live weights, open after a whole load has been committed.
+
+A layer-wise reload runs a Python loader per tensor, through staging buffers and the engine's post-processing. Where the
+post-processing left every parameter in the layout that the loader wrote, all of that is a copy from known places to
+known places: the dry run of ``vllm_plan`` has noted them. ``DirectCopy`` makes it so, straight into the storage that
+captured graphs read, with as few kernel launches as torch can manage. It stays shut as soon as one layer is re-packed,
+one tensor is computed on its way in, or one quantisation method is not known to leave weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from lockstep.rollout.vllm_coverage import Geometry
+from lockstep.rollout.vllm_layout import LiveLayout
+
+Piece = tuple[torch.Tensor, Geometry]
+"""A view of live storage, and the part of the checkpoint's tensor that belongs there."""
+
+
+class DirectCopy:
+    """Copies checkpoint tensors into views of the live weights."""
+
+    def __init__(self, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def of(cls, layout: LiveLayout) -> DirectCopy | None:
+        """For a model whose every weight can be written in place; None where one can't."""
+        places = layout.places()
+        return None if places is None else cls(places)
+
+    def copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy all of them; they may be given up when the GPU has done so."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for name, tensor in tensors:
+            whole = tensor.detach()
+            for target, (size, stride, offset) in self._pieces[name]:
+                if not whole.is_contiguous():
+                    whole = whole.contiguous()
+                targets.append(target)
+                sources.append(whole.as_strided(size, stride, whole.storage_offset() + offset))
+        if targets:
+            torch._foreach_copy_(targets, sources)
