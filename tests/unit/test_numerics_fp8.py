@@ -1,7 +1,7 @@
 """fp8 in blocks against its definition: every code, every tie, tails, zeros, and what must be refused.
 
 The reference decodes the 256 codes by their bit fields in float64 and rounds by looking for the nearest of them, so it
-shares nothing with torch's casts. transformers and torchao, where they have the format, agree bit for bit.
+shares nothing with torch's casts. transformers (power-of-two scales) and torchao (float32 scales) agree bit for bit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lockstep.numerics.fp8 import (
     quantise_fp8_fnuz,
     scale_shape,
 )
+from tests.unit import torchao_vectors
 
 FORMATS = ("float32", "ue8m0")
 
@@ -151,23 +152,14 @@ def test_transformers_quantises_and_dequantises_to_the_same_weights(scale_format
     assert torch.equal(theirs_back, dequantise_fp8(ours))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchao_quantises_to_the_same_bytes(dtype: torch.dtype) -> None:
-    from torchao.quantization.quant_primitives import (
-        _choose_scale_float8,
-        _dequantize_affine_float8,
-        _quantize_affine_float8,
-    )
-
-    for seed in range(4):
-        x = matrix(4 * BLOCK, 3 * BLOCK, seed).to(dtype)
-        # In float32: theirs would divide a bfloat16 amax in bfloat16, and the format has a float32 scale.
-        scale = _choose_scale_float8(x.float(), [BLOCK, BLOCK])
-        values = _quantize_affine_float8(x, scale)
-        ours = quantise_fp8(x)
-        assert torch.equal(scale, ours.scale)
-        assert torch.equal(bits(values), bits(ours.values))
-        assert torch.equal(_dequantize_affine_float8(values, scale), dequantise_fp8(ours))
+@pytest.mark.parametrize("dtype", torchao_vectors.DTYPES)
+@pytest.mark.parametrize("seed", torchao_vectors.SEEDS)
+def test_torchao_has_quantised_the_same_weights_to_the_same_bytes(seed: int, dtype: str) -> None:
+    ours = quantise_fp8(torchao_vectors.values(seed, dtype))
+    digest = torchao_vectors.digest(ours.values, ours.scale, dequantise_fp8(ours))
+    assert digest == torchao_vectors.TORCHAO[f"fp8 {dtype} {seed}"]
+    ours.values.view(torch.uint8)[0, 0] ^= 1
+    assert digest != torchao_vectors.digest(ours.values, ours.scale, dequantise_fp8(ours))
 
 
 @given(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.numerics.blocks import QuantisationError, Quantised, bits
 from lockstep.numerics.mxfp4 import BLOCK, dequantise_mxfp4, packed_shape, quantise_mxfp4, scale_shape
+from tests.unit import torchao_vectors
 
 # The table of the OCP specification, by code.
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -108,18 +109,12 @@ def test_transformers_unpacks_to_the_same_values() -> None:
     assert torch.equal(theirs, dequantise_mxfp4(ours))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchao_quantises_to_the_same_bytes(dtype: torch.dtype) -> None:
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
-
-    for seed in range(4):
-        x = rows(64, 8, seed).to(dtype)
-        scale, packed = to_mx(x, torch.float4_e2m1fn_x2, BLOCK, ScaleCalculationMode.RCEIL)
-        ours = quantise_mxfp4(x)
-        assert torch.equal(bits(scale), bits(ours.scale))
-        assert torch.equal(packed.view(torch.uint8), ours.values)
-        theirs = to_dtype(packed, scale, torch.float4_e2m1fn_x2, BLOCK, torch.float32)
-        assert torch.equal(theirs, dequantise_mxfp4(ours))
+@pytest.mark.parametrize("dtype", torchao_vectors.DTYPES)
+@pytest.mark.parametrize("seed", torchao_vectors.SEEDS)
+def test_torchao_has_quantised_the_same_weights_to_the_same_bytes(seed: int, dtype: str) -> None:
+    ours = quantise_mxfp4(torchao_vectors.values(seed, dtype))
+    digest = torchao_vectors.digest(ours.values, ours.scale, dequantise_mxfp4(ours))
+    assert digest == torchao_vectors.TORCHAO[f"mxfp4 {dtype} {seed}"]
 
 
 @given(
