@@ -1,7 +1,7 @@
 """Rules between settings: one function each, its docstring the rule and its reason. ``check`` runs them all.
 
-Those of the algorithm are in ``algorithm_checks.py``, those of the gate in ``gate_checks.py``; here are those of
-trainer, engine, model, prompt and task.
+Those of the algorithm are in ``algorithm_checks.py``, of the gate in ``gate_checks.py``, of the rollout engine in
+``engine_checks.py``, of its process and the transports in ``process_checks.py``; here are those of trainer, model, prompt and task.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-import lockstep.config.gate_checks  # noqa: F401  its rules join RULES
+import lockstep.config.engine_checks
+import lockstep.config.gate_checks
+import lockstep.config.process_checks  # noqa: F401  the rules of all three join RULES
 from lockstep.config.algorithm_checks import RULES, inert, rule
 from lockstep.config.errors import Violation
 from lockstep.config.schema import ArithmeticTask, FileTask, GgufModel, RunConfig

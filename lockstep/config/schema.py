@@ -15,7 +15,12 @@ from lockstep.config.section import Dtype, Quantisation, Section
 
 __all__ = ["BoundConfig", "CorrectionConfig", "Dtype", "GateConfig", "Section"]
 
-PATH_KEYS = frozenset({"model.path", "reference.path", "teacher.path", "task.path", "task.heldout_path"})
+PATH_KEYS = frozenset(
+    {
+        *("model.path", "reference.path", "teacher.path", "task.path", "task.heldout_path"),
+        *("rollout.python", "refit.folder"),
+    }
+)
 """Keys that name files: the loader makes them absolute (relative to the TOML file that sets them)."""
 
 
@@ -144,10 +149,46 @@ TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discr
 # --- rollout ----------------------------------------------------------------------------------------------------------
 
 
+class VllmConfig(Section):
+    """Settings of the vLLM engine alone."""
+
+    kv_cache_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="Memory of cached keys and values; given in bytes because the trainer may live on the same device.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest prompt and answer together; none: prompt.max_tokens + rollout.max_new_tokens, or the "
+        "model's context where that is less.",
+    )
+    enforce_eager: bool = Field(
+        default=True,
+        description="No compilation and no captured graphs: a start of seconds instead of minutes, slower decoding.",
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More arguments of vLLM's engine, of those that don't decide what is sampled, by which weights or "
+        "where; others are refused with the list.",
+    )
+
+
 class RolloutConfig(Section):
     """The rollout engine and how it samples."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = Field(
+        default="torch",
+        description="torch: embedded, transformers' modules; vllm: vLLM in this process (needs its own environment).",
+    )
+    process: Literal["inline", "separate"] = Field(
+        default="inline",
+        description="inline: the engine runs in the trainer's process; separate: in one of its own, which ends with it.",
+    )
+    python: str | None = Field(
+        default=None,
+        description="For separate: the interpreter of an environment with Lockstep and the engine; none: this one.",
+    )
     num_slots: int = Field(default=64, ge=1, description="Sequences decoded at once (continuous batching).")
     max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
     temperature: float = Field(
@@ -170,6 +211,7 @@ class RolloutConfig(Section):
     )
     prefill_tokens: int = Field(default=4096, ge=1, description="Most prompt tokens in one prefill forward.")
     record_routes: bool = Field(default=False, description="Record expert ids of MoE layers with each rollout.")
+    vllm: VllmConfig = VllmConfig()
 
 
 # --- algorithm --------------------------------------------------------------------------------------------------------
@@ -294,10 +336,25 @@ class TrainerConfig(Section):
 class RefitConfig(Section):
     """How the engine gets the trainer's weights."""
 
-    transport: Literal["local", "shared"] = Field(
-        default="local",
-        description="local: copied into the engine's own storage; shared: the engine aliases the trainer's.",
+    transport: Literal["auto", "local", "shared", "shm", "disk", "cuda_ipc"] = Field(
+        default="auto",
+        description="auto: local where the engine is in this process, shm where it has its own. local: copied into the "
+        "engine's own storage; shared: the engine aliases the trainer's; shm: buckets in shared memory; disk: files in "
+        "refit.folder; cuda_ipc: buckets in GPU memory (not shown).",
     )
+    bucket_bytes: int = Field(
+        default=32 << 20,
+        ge=1,
+        description="Size of a bucket of shm, disk and cuda_ipc, of which two are in flight; an atomic group that is "
+        "larger gets a bucket of its own size. Smaller ones cost more messages, larger ones more memory.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest silence between trainer and an engine in its own process before either side gives up; "
+        "above any single step, load or compilation of an engine.",
+    )
+    folder: str | None = Field(default=None, description="For disk: a folder that trainer and engine both see.")
     verify_every: int = Field(
         default=50, ge=1, description="Steps between byte verifications (also at refits 1 and 2)."
     )
@@ -330,6 +387,11 @@ class RunConfig(Section):
         default=None, ge=1, description="CPU threads; None: one per core that this process may use."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where torch can use a GPU.")
+    head_dtype: Literal["model", "float32"] = Field(
+        default="model",
+        description="Precision of the output head's product, on both sides: the model's own, or float32 over the same "
+        "weights (less noise in bfloat16 log-probs, slower).",
+    )
     model: ModelSource
     reference: ModelSource | None = Field(default=None, description="Reference of the KL; None: the initial policy.")
     teacher: ModelSource | None = Field(default=None, description="Teacher of on-policy distillation.")

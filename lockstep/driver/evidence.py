@@ -8,6 +8,7 @@ there is no difference). With the batch itself that is all that re-scoring needs
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,16 +25,19 @@ from lockstep.driver.folder import TRAINER, no_recipe, save_checkpoint
 from lockstep.driver.progress import Progress
 from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.profile import choose, detect
-from lockstep.interfaces import Task, WeightSource
+from lockstep.interfaces import Task
 from lockstep.metrics.checkpoints import verify
 from lockstep.metrics.run_folder import CONFIG, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
 from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
-from lockstep.records import Manifest
+from lockstep.refit.names import named_for
+from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import run_refit
 from lockstep.tasks.build import build_task
 from lockstep.tasks.prompt import PromptRenderer
 from lockstep.train.fsdp import FsdpTrainer
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
 Say = Callable[[str], None]
@@ -61,7 +65,7 @@ def keep_evidence(parts: Parts, folder: RunFolder, progress: Progress) -> None:
     latest = folder.latest_checkpoint()
     if latest is None or latest[0] < progress.step:
         save_checkpoint(folder, parts, progress)
-    served = served_differences(parts.trainer.weights(), parts.engine.receiver())
+    served = _kept_differences(parts)
     file = _engine_file(folder.path, progress.step + 1)
     file.unlink(missing_ok=True)
     if served:
@@ -70,6 +74,17 @@ def keep_evidence(parts: Parts, folder: RunFolder, progress: Progress) -> None:
         file.parent.mkdir(exist_ok=True)
         plain = {name: tensor.cpu().contiguous() for name, tensor in served.items()}
         save_file(plain, file, metadata={"batch": _batch_digest(folder.path, progress.step + 1)})
+
+
+def _kept_differences(parts: Parts) -> dict[str, torch.Tensor]:
+    """What the engine computed with and the trainer does not, under the trainer's names: those of an engine that goes
+    by checkpoint names are kept where the two namings agree (all but expert stacks)."""
+    source, receiver = parts.trainer.weights(), parts.engine.receiver()
+    served = served_differences(named_for(source, receiver.naming), receiver)
+    own = {spec.name for spec in source.manifest().tensors}
+    if others := sorted(served.keys() - own):
+        logger.warning("%d of the engine's tensors differ and can't be kept for a replay: %s", len(others), others[:5])
+    return {name: tensor for name, tensor in served.items() if name in own}
 
 
 def _engine_file(run_dir: Path, step: int) -> Path:
@@ -126,7 +141,7 @@ def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: 
     """(trainer's module, vocabulary limit, version of its weights, which weights they are)."""
     found = _checkpoint_before(run_dir, step)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
+    model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
     vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # pyright: ignore
     if found is None and version > 0:
         raise ReplayError(
@@ -179,7 +194,7 @@ def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
     with assembled(config, say, warm_up=True) as parts:
         receiver = parts.engine.receiver()
         source = parts.trainer.weights()
-        run_refit(_Other(source), receiver, parts.transport, verify=False)
+        run_refit(OtherWeights(source), receiver, parts.transport, verify=False)
         run_refit(source, receiver, parts.transport, verify=False)
         rollouts = parts.sampler.sample(1, 0).rollouts
         sequences = [(r.rollout_id, s) for r in rollouts for s in r.sequences]
@@ -195,20 +210,6 @@ def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
             served=served_differences(source, receiver),
         )
         yield Evidence(bench, config, 0, True, "weights: the recipe's own, version 0", parts.gate.bounds)
-
-
-class _Other:
-    """The same tensors with other values: what an engine must have lost after the next refit."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def manifest(self) -> Manifest:
-        return self._source.manifest()
-
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-        for name, shape, offset, tensor in self._source.shards():
-            yield name, shape, offset, tensor * 1.25 if tensor.is_floating_point() else tensor.flip(0)
 
 
 def with_options(evidence: Evidence, *, dtype: str | None = None, path: Any = None) -> Evidence:

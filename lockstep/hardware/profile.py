@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -69,6 +69,11 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def installed(names: Sequence[str]) -> str | None:
+    """Name and version of the first of these distributions that is installed; None if none is."""
+    return next((f"{name} {version}" for name in names if (version := _version(name))), None)
 
 
 def choose(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
@@ -18,6 +20,23 @@ from lockstep.config.schema import (
 )
 from lockstep.recipes import recipe
 from lockstep.recipes.evidence import FLOAT32_ON_CUDA
+
+
+def quantised_bounds() -> Iterator[BoundConfig]:
+    """Bounds for ``rollout.quantisation``, from one run of 240 steps of each scheme but fp8_ue8m0, which is taken to be
+    as fp8: its scales are up to twice as coarse."""
+    median, largest = "half of the tokens were within {} at every step", "step means were {} at the median and {} at most"
+    seen = {
+        "fp8": (0.003, median.format("9.6e-4"), largest.format("0.005", "0.063")),
+        "fp8_ue8m0": (0.003, median.format("9.6e-4") + " with fp8", largest.format("0.005", "0.063") + " with fp8"),
+        "mxfp4_experts": (0.015, median.format("5.0e-3"), largest.format("0.009", "0.065")),
+    }
+    for scheme, (bound, of_half, of_mean) in seen.items():
+        common = {"hardware": "cpu", "dtype": "float32", "quantisation": scheme, "shown": True}
+        evidence = f"in a run of 240 steps {of_mean}: single tokens whose experts differ move it"
+        yield BoundConfig.model_validate({"metric": "abs_diff/mean", "bound": 0.1, "evidence": evidence, **common})
+        evidence = f"in a run of 240 steps {of_half}"
+        yield BoundConfig.model_validate({"metric": "abs_diff/p50", "bound": bound, "evidence": evidence, **common})
 
 
 @recipe("tiny-qwen3-moe")
@@ -37,7 +56,7 @@ def tiny_qwen3_moe() -> RunConfig:
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
-                "head_dim": 16,
+                "head_dim": 32,  # the least that kernels of vLLM take
                 "num_experts": 8,
                 "num_experts_per_tok": 2,
                 "norm_topk_prob": True,
@@ -71,6 +90,7 @@ def tiny_qwen3_moe() -> RunConfig:
                     shown=True,
                 ),
                 BoundConfig(bound=1e-4, hardware="cuda", dtype="float32", evidence=FLOAT32_ON_CUDA),
+                *quantised_bounds(),
             )
         ),
         eval=EvalConfig(num_problems=20),

@@ -43,6 +43,7 @@ A, C = "algorithm", "algorithm.corrections"
 TEACHER = {"teacher.source": "path", "teacher.path": "/t"}
 DISTILL = {f"{A}.advantage": "distill", **TEACHER}
 FILE = {"task.kind": "file", "task.path": "/d.jsonl"}
+APART = {"rollout.process": "separate"}
 CORRECT = {"gate.action": "correct", "gate.correction.weight": "tis"}
 
 
@@ -52,7 +53,21 @@ def a_bound(**fields: Any) -> dict[str, Any]:
 
 FP8 = {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]}
 
+VLLM = {"rollout.engine": "vllm"}
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("settings_belong_to_the_engine", VLLM | {"rollout.fast_path": "off"}, "rollout.fast_path"),
+    ("settings_belong_to_the_engine", {"rollout.vllm.kv_cache_bytes": 2_000_000}, "rollout.vllm.kv_cache_bytes"),
+    ("settings_belong_to_the_engine", {"rollout.vllm.enforce_eager": False}, "rollout.vllm.enforce_eager"),
+    ("vllm_owns_its_weights", VLLM | {"refit.transport": "shared"}, "refit.transport"),
+    *[
+        ("vllm_engine_args_are_harmless", VLLM | {f"rollout.vllm.engine_args.{name}": 2}, "rollout.vllm.engine_args")
+        for name in ("quantization", "tensor_parallel_size", "logprobs_mode", "speculative_config", "no_such_argument")
+    ],
+    ("vllm_has_its_own_head", VLLM | {"head_dtype": "float32"}, "head_dtype"),
+    ("vllm_samples_at_the_temperature", VLLM | {"rollout.temperature": 3.0}, "rollout.temperature"),
+    ("vllm_samples_at_the_temperature", VLLM | {"rollout.temperature": 0.001}, "rollout.temperature"),
+    ("a_prompt_and_an_answer_fit_vllm", VLLM | {"rollout.vllm.max_model_len": 256}, "rollout.vllm.max_model_len"),
     ("a_bound_fits_the_run", {"gate.bounds": []}, "gate.bounds"),
     ("a_bound_fits_the_run", {"gate.bounds": [a_bound(dtype="float32")]}, "gate.bounds"),
     ("a_bound_fits_the_run", {"rollout.dtype": "float32", "gate.bounds": [a_bound(dtype="bfloat16")]}, "gate.bounds"),
@@ -180,6 +195,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("replayed_routes_are_recorded", {"trainer.routing_replay": True}, "trainer.routing_replay"),
     ("shared_weights_have_one_dtype", {"refit.transport": "shared", "rollout.dtype": "float32"}, "refit.transport"),
     ("quantised_weights_are_copies", FP8 | {"refit.transport": "shared"}, "refit.transport"),
+    ("quantised_weights_are_copies", FP8 | {"rollout.engine": "vllm"}, "rollout.quantisation"),
+    ("transport_reaches_the_engine", APART | {"refit.transport": "local"}, "refit.transport"),
+    ("transport_reaches_the_engine", APART | {"refit.transport": "shared"}, "refit.transport"),
+    ("transport_reaches_the_engine", {"refit.transport": "shm"}, "refit.transport"),
+    ("transport_reaches_the_engine", {"refit.transport": "cuda_ipc"}, "refit.transport"),
+    ("disk_has_its_folder", {"refit.transport": "disk"}, "refit.folder"),
+    ("disk_has_its_folder", APART | {"refit.folder": "/f"}, "refit.folder"),
+    ("buckets_have_a_transport", {"refit.bucket_bytes": 4096}, "refit.bucket_bytes"),
+    ("buckets_have_a_transport", {"refit.timeout_s": 5.0}, "refit.timeout_s"),
+    ("an_interpreter_has_a_process", {"rollout.python": "/p"}, "rollout.python"),
     ("supervised_settings_need_steps", {"supervised.batch_size": 8}, "supervised.batch_size"),
     ("gguf_has_one_source", {"model.path": "/m.gguf"}, "model.path"),
     ("gguf_has_one_source", {"model.package": None}, "model.path"),
@@ -211,6 +236,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 ALLOWED: list[dict[str, Any]] = [
+    VLLM | {"rollout.vllm.max_model_len": 257, "rollout.vllm.enforce_eager": False, "rollout.record_routes": True},
+    VLLM | {"rollout.vllm.engine_args.block_size": 32, "rollout.vllm.engine_args.compilation_config.mode": 0},
     {},
     {f"{A}.group_size": 1, f"{A}.advantage": "reinforce_pp", f"{A}.gamma": 0.9},
     {f"{A}.optimizer_steps_per_batch": 4, "trainer.warmup_steps": 79},
@@ -231,6 +258,9 @@ ALLOWED: list[dict[str, Any]] = [
     {"trainer.schedule": "linear", "trainer.warmup_steps": 5, "trainer.decay_start_step": 5},
     {"trainer.schedule": "linear", "trainer.warmup_steps": 5},
     {"refit.transport": "shared"},
+    APART | {"refit.bucket_bytes": 4096, "refit.timeout_s": 5.0, "rollout.python": "/p"},
+    APART | {"refit.transport": "disk", "refit.folder": "/f"},
+    {"refit.transport": "disk", "refit.folder": "/f", "refit.bucket_bytes": 4096},
     {"trainer.master_dtype": "bfloat16"},
     {"supervised.steps": 3, "supervised.batch_size": 8},
     {"model.package": None, "model.path": "/m.gguf"},
@@ -313,4 +343,5 @@ def test_keys_named_by_violations_exist() -> None:
 
 
 def test_path_keys_are_all_the_keys_that_name_files() -> None:
-    assert {dotted(k.path) for k in walk() if k.path[-1].endswith("path") and k.path[-1] != "fast_path"} == PATH_KEYS
+    paths = {dotted(k.path) for k in walk() if k.path[-1].endswith("path") and k.path[-1] != "fast_path"}
+    assert paths | {"rollout.python", "refit.folder"} == PATH_KEYS
