@@ -1,7 +1,8 @@
 """Rules between settings: one function each, its docstring the rule and its reason. ``check`` runs them all.
 
 Those of the algorithm are in ``algorithm_checks.py``, of the gate in ``gate_checks.py``, of the rollout engine in
-``engine_checks.py``, of its process and the transports in ``process_checks.py``; here are those of trainer, model, prompt and task.
+``engine_checks.py``, of its process and the transports in ``process_checks.py``; here are those of trainer, model,
+prompt and task.
 """
 
 from __future__ import annotations

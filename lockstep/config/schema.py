@@ -183,7 +183,7 @@ class RolloutConfig(Section):
     )
     process: Literal["inline", "separate"] = Field(
         default="inline",
-        description="inline: the engine runs in the trainer's process; separate: in one of its own, which ends with it.",
+        description="inline: the engine runs in the trainer's process; separate: in its own, which ends with it.",
     )
     python: str | None = Field(
         default=None,

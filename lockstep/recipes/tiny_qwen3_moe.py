@@ -25,7 +25,8 @@ from lockstep.recipes.evidence import FLOAT32_ON_CUDA
 def quantised_bounds() -> Iterator[BoundConfig]:
     """Bounds for ``rollout.quantisation``, from one run of 240 steps of each scheme but fp8_ue8m0, which is taken to be
     as fp8: its scales are up to twice as coarse."""
-    median, largest = "half of the tokens were within {} at every step", "step means were {} at the median and {} at most"
+    median = "half of the tokens were within {} at every step"
+    largest = "step means were {} at the median and {} at most"
     seen = {
         "fp8": (0.003, median.format("9.6e-4"), largest.format("0.005", "0.063")),
         "fp8_ue8m0": (0.003, median.format("9.6e-4") + " with fp8", largest.format("0.005", "0.063") + " with fp8"),
