@@ -240,7 +240,9 @@ class VllmReceiver:
         for name, tensor in self._arriving(manifest, tensors):
             unit = plan.unit[name]
             waiting = self._held.setdefault(unit, [])
-            waiting.append((name, tensor.detach()))
+            # vLLM loads a layer with padding only when all is over, and keeps what it was given until then.
+            late = not plan.layers[name].isdisjoint(plan.padded)
+            waiting.append((name, tensor.detach().clone() if late else tensor.detach()))
             if len(waiting) == plan.unit_size[unit]:
                 yield from self._held.pop(unit)
 
