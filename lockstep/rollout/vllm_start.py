@@ -133,7 +133,11 @@ def start_llm(settings: VllmSettings, *, device: str | None = None) -> Any:
                 f"the installed vLLM computes on {platform}, the run on {device}: install vLLM's build for {device}, "
                 f'or set device = "{platform}"'
             )
-        llm = vllm.LLM(**engine_arguments(settings, _known_arguments(), on_cpu=platform == "cpu"))
+        known = _known_arguments()
+        if not settings.record_routes and "enable_trace_replay" not in known:
+            # Tokens to be scored by decoding are forced through model runner V1's sampler; V2 needs trace replay.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        llm = vllm.LLM(**engine_arguments(settings, known, on_cpu=platform == "cpu"))
     _started.add(id(llm))
     return llm
 
@@ -192,6 +196,8 @@ def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -
         # The CPU build's rotary operator is wrong for queries of several heads in three dimensions.
         mend = {"custom_ops": ["none", "-rotary_embedding"]}
         given["compilation_config"] = mend | given.get("compilation_config", {})
+        if settings.dtype == "float32" and "attention_backend" in known:
+            given.setdefault("attention_backend", "CPU_MLA")  # the one for AMX, taken where it is, has no float32
     if wrong := sorted(given.keys() & fixed.keys()):
         raise EngineUnavailable(f"rollout.vllm.engine_args: {', '.join(wrong)} is decided by Lockstep: remove it")
     if unknown := sorted(given.keys() - known):
