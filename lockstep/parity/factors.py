@@ -43,6 +43,11 @@ ROUTING_REPLAY = Factor(
         trainer=setting.trainer.model_copy(update={"routing_replay": True}),
     ),
 )
+UNQUANTISED = Factor(
+    "unquantised",
+    "the engine's weights are the trainer's, not quantised",
+    lambda setting: replace(setting, rollout=setting.rollout.model_copy(update={"quantisation": "none"})),
+)
 TRAINER_TEMPERATURE_1 = _factor("trainer-temperature-1", "trainer at temperature 1", trainer_temperature=1.0)
 
 
@@ -60,6 +65,7 @@ def builtin_factors(bench: Bench) -> list[Factor]:
         (True, ONE_BY_ONE),
         (trainer.packing != "single", _trainer("packing-single", "the trainer packs nothing", packing="single")),
         (True, BUFFERS),
+        (rollout.quantisation != "none", UNQUANTISED),
         (rollout.dtype != "float32", _rollout("engine-float32", "the engine computes in float32", dtype="float32")),
         (trainer.dtype != "float32", _trainer("trainer-float32", "the trainer computes in float32", dtype="float32")),
         (has_bfloat16, FLOAT32_HEAD),

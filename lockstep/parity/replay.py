@@ -27,8 +27,10 @@ import torch
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import LogProbs, WeightReceiver, WeightSource
 from lockstep.model.load import torch_dtype
+from lockstep.model.weights import ModelWeights
 from lockstep.parity.attribute import Factor, Names, Scores
 from lockstep.records import Sequence
+from lockstep.refit.quantised import as_held, quantised_for, served_weights
 from lockstep.refit.transports import whole_tensors
 from lockstep.rollout.module_decoder import ModuleDecoder
 from lockstep.rollout.torch_engine import TorchEngine
@@ -106,9 +108,14 @@ class Bench:
     # --- both sides ---------------------------------------------------------------------------------------------------
 
     def engine(self, setting: Setting) -> TorchEngine:
-        """A new engine as ``setting`` describes it."""
+        """A new engine as ``setting`` describes it; weights that a refit brought rightly are quantised as the engine's
+        are."""
         model = copy.deepcopy(self.model)
         own = dict(model.state_dict(keep_vars=True))
+        if setting.rollout.quantisation != "none":
+            arriving = served_weights(ModelWeights(self.model, self.version), setting.rollout.quantisation)
+            for name, tensor in whole_tensors(arriving):
+                own[name].data.copy_(tensor)
         for name, tensor in self.served.items():
             if not name.startswith(setting.reload):
                 _overlay(model, own, name, tensor)
@@ -227,11 +234,13 @@ class Bench:
 
 
 def served_differences(source: WeightSource, receiver: WeightReceiver) -> dict[str, torch.Tensor]:
-    """Live tensors of an engine whose bits are not the trainer's (after conversion to the engine's dtype), copied.
+    """Live tensors of an engine whose bits are not those that a refit from ``source`` brings (converted to the engine's
+    dtype, and quantised and dequantised if the engine is), copied.
 
     A tied name counts where the engine keeps a layout of its own for it.
     """
-    wanted, tied = dict(whole_tensors(source)), source.manifest().tied
+    arriving = as_held(quantised_for(source, receiver.quantisation), receiver)
+    wanted, tied = dict(whole_tensors(arriving)), source.manifest().tied
     found: dict[str, torch.Tensor] = {}
     for name, live in receiver.live():
         sent = wanted.get(name, wanted.get(tied.get(name, "")))

@@ -17,6 +17,8 @@ import torch
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.numerics.blocks import QuantisationError
+from lockstep.parity.factors import builtin_factors
+from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
 from lockstep.records import Manifest, Quantisation, Sequence, TensorSpec
 from lockstep.refit.names import as_checkpoint, as_module
 from lockstep.refit.quantised import dequantised, quantised, served_weights
@@ -379,6 +381,27 @@ def test_a_model_without_a_quantised_form_is_refused_before_anything_moves() -> 
     with pytest.raises(RefitError, match="gpt_oss has no quantised form"):
         run_refit(trainer.weights(), engine.receiver(), make_transport("local"), verify=True)
     assert np.isfinite(engine_scores(engine, "prefill")).all()
+
+
+def test_a_replay_quantises_as_the_run_did_and_names_quantisation_as_the_cause() -> None:
+    trainer, engine = make_pair("fp8")
+    refit(trainer, engine, "fp8")
+    assert not served_differences(trainer.weights(), engine.receiver()), "the engine holds what the refit brought"
+    setting = Setting(RolloutConfig(dtype="float32", quantisation="fp8"), TrainerConfig(dtype="float32"))
+    recorded = Recorded("r", replace(probe(), logprobs=engine.score([probe()], "decode")["probe"].logprobs))
+    bench = Bench(trainer.model, setting, [recorded])
+    wanted = module_scores(trainer.model)
+
+    def mismatch(changed: Setting) -> float:
+        return float(np.abs(bench.engine_scores(changed)[0]["probe"].logprobs[1:] - wanted).mean())
+
+    factors = {factor.name: factor for factor in builtin_factors(bench)}
+    assert mismatch(setting) > 1e-2
+    replayed = bench.engine_scores(setting)[0]["probe"].logprobs
+    np.testing.assert_allclose(replayed, recorded.sequence.logprobs, atol=1e-5)
+    change = factors["unquantised"].change
+    assert change is not None
+    assert mismatch(change(setting)) < 1e-6
 
 
 def test_quantising_twice_is_refused() -> None:

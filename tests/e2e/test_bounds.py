@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lockstep import loop
 from lockstep.config.gate_checks import fitting_bounds
 from lockstep.config.load import ResolvedConfig
 from lockstep.config.schema import BoundConfig
+from lockstep.config.section import Quantisation
 from lockstep.config.toml_text import format_value
 from lockstep.driver import groups
 from lockstep.driver.assembly import Parts, assembled
@@ -42,14 +44,18 @@ Row = dict[str, object]
 
 
 def shown_here() -> list[tuple[str, BoundConfig]]:
-    """(recipe, bound) for each bound that is shown on a CPU."""
+    """(recipe, bound) for each bound that is shown on a CPU, those of quantised engines among them."""
     found = []
     for name in recipe_names():
-        found += [(name, bound) for bound in fitting_bounds(load_recipe(name).config, "cpu") if bound.shown]
+        config = load_recipe(name).config
+        for scheme in get_args(Quantisation):
+            rollout = config.rollout.model_copy(update={"quantisation": scheme})
+            bounds = fitting_bounds(config.model_copy(update={"rollout": rollout}), "cpu")
+            found += [(name, bound) for bound in bounds if bound.shown]
     return found
 
 
-CASES = [pytest.param(name, bound, id=f"{name} {bound.metric}") for name, bound in shown_here()]
+CASES = [pytest.param(name, bound, id=f"{name} {bound.metric} {bound.quantisation}") for name, bound in shown_here()]
 
 
 def recipe_with(name: str, *bounds: BoundConfig) -> ResolvedConfig:
@@ -57,6 +63,7 @@ def recipe_with(name: str, *bounds: BoundConfig) -> ResolvedConfig:
     settings = [*SHORT[name], "device=cpu"]
     if bounds:
         settings.append(f"gate.bounds={format_value([bound.model_dump() for bound in bounds])}")
+        settings.append(f"rollout.quantisation={bounds[0].quantisation}")
     return load_recipe(name, settings)
 
 
