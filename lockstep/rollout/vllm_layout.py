@@ -99,9 +99,22 @@ class LiveLayout:
                 method = getattr(layer, "quant_method", None)
                 if method is not None:
                     method.process_weights_after_loading(layer)
-                if difference := _layer_difference(layers[path], layer):
+                # Tensors that several modules hold (a router's correction) are compared under their own name.
+                elsewhere = self._reload.skipped_tensors - self._written(tensors, path)
+                if difference := _layer_difference(layers[path], layer, elsewhere):
                     return f"{path}: {difference}"
         return None
+
+    def _written(self, tensors: list[tuple[str, torch.Tensor]], path: str) -> set[str]:
+        """Names of the layer at ``path`` that the loader writes from these tensors."""
+        targets = [write.target.rpartition(".") for name, _ in tensors for write in self._plan.writes[name]]
+        return {leaf for owner, _, leaf in targets if owner == path}
+
+    def _elsewhere(self, path: str, tensors: list[tuple[str, torch.Tensor]]) -> frozenset[str]:
+        """Tensors that are never staged (router corrections) and that this unit does not write: another layer that
+        shares them does."""
+        written = {write.target for name, _ in tensors for write in self._plan.writes[name]}
+        return frozenset(leaf for leaf in self._reload.skipped_tensors if f"{path}.{leaf}" not in written)
 
     def _find_opaque(self) -> dict[str, str]:
         reasons: dict[str, str] = {}
@@ -152,12 +165,12 @@ def _layer_reason(layer: torch.nn.Module, leaf: str, wanted: torch.Tensor) -> st
     return f"{kind}: {leaf} is in the layout of {type(method).__name__}"
 
 
-def _layer_difference(live: torch.nn.Module, again: torch.nn.Module) -> str | None:
-    """What differs between a layer and its second load; None if nothing does."""
+def _layer_difference(live: torch.nn.Module, again: torch.nn.Module, elsewhere: frozenset[str]) -> str | None:
+    """What differs between a layer and its second load, but for what is loaded ``elsewhere``; None if nothing does."""
     for kind in ("_parameters", "_buffers"):
         mine: Mapping[str, Any] = getattr(live, kind)
         theirs: Mapping[str, Any] = getattr(again, kind)
-        for name in sorted(mine.keys() & theirs.keys()):
+        for name in sorted((mine.keys() & theirs.keys()) - elsewhere):
             one, other = mine[name], theirs[name]
             if one is None or other is None or (kind == "_buffers" and name in live._non_persistent_buffers_set):
                 continue
