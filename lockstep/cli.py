@@ -17,6 +17,7 @@ import typer
 
 from lockstep import __version__
 from lockstep.cli_parity import demo_app, parity_app
+from lockstep.cli_refit import refit_app
 from lockstep.config.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ TOLD_ERRORS = {
     ("lockstep.train.checkpoint", "TrainerStateError"): EXIT_FAILED,
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
+    ("lockstep.rollout.vllm_start", "EngineUnavailable"): EXIT_USAGE,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
     ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,
     ("lockstep.parity.factors", "FactorError"): EXIT_USAGE,
@@ -53,6 +55,7 @@ recipes_app = typer.Typer(help="The catalogue of recipes.", no_args_is_help=True
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(parity_app, name="parity")
 app.add_typer(demo_app, name="demo")
+app.add_typer(refit_app, name="refit")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")]
 SetOption = Annotated[

@@ -22,6 +22,7 @@ from lockstep.driver.parity_commands import attribute_evidence, print_attributio
 from lockstep.loop import EXIT_GATE, train
 from lockstep.metrics.run_folder import RunFolderError
 from lockstep.metrics.sinks import read_jsonl
+from lockstep.model.gguf_files import parsed_once
 from lockstep.parity.attribute import Attribution
 from lockstep.recipes import load_recipe
 from lockstep.records import Problem, Score
@@ -30,6 +31,7 @@ from lockstep.rollout.receiver import TorchReceiver
 
 LAYER = "model.layers.11"
 STALE_STEP = 3
+NUM_GOOD_REFITS = STALE_STEP + 1  # other weights, the first policy's, and one after each step before
 FACTORS = ("prefill", "fast-path-off", "packing-single", "load")
 SETTINGS = (
     "name='stale-refit'",
@@ -102,9 +104,10 @@ def stale_refit(run_dir: Path | None = None, story: Story | None = None) -> int:
         f"{story.recipe}, {STALE_STEP + 1} steps. The refit after step {STALE_STEP} drops {story.layer}: the engine "
         "keeps that layer's old weights, every call succeeds, no error is raised."
     )
-    caught = _with_verification(folder / "verified", story)
-    gc.collect()  # models lie in reference cycles: without this, those of both runs would be in memory together
-    result = _without_verification(folder / "unverified", story)
+    with parsed_once():
+        caught = _with_verification(folder / "verified", story)
+        gc.collect()  # models lie in reference cycles: without this, those of both runs would be in memory together
+        result = _without_verification(folder / "unverified", story)
     if result is None:
         return 1
     named = result.refined.get("load") == frozenset({f"load:{story.layer}"})
@@ -120,7 +123,7 @@ def _with_verification(run_dir: Path, story: Story) -> bool:
     """The run whose every refit compares the engine's live tensors with the trainer's."""
     _tell("1. Every refit is verified (refit.verify_every=1).")
     try:
-        with layer_dropped(story.layer, after=STALE_STEP):
+        with layer_dropped(story.layer, after=NUM_GOOD_REFITS):
             train(load_recipe(story.recipe, [*story.settings, "refit.verify_every=1"]), run_dir)
     except RefitError as error:
         _tell(f"The receipt refuses it before a token is sampled from it:\n  {error}")
@@ -132,7 +135,7 @@ def _with_verification(run_dir: Path, story: Story) -> bool:
 def _without_verification(run_dir: Path, story: Story) -> Attribution | None:
     """The run that must notice by the log-probs alone, and the search for the cause in what it left behind."""
     _tell("2. The same with verification off (refit.verify_every=1000): the receipt says 'not checked'.")
-    with layer_dropped(story.layer, after=STALE_STEP):
+    with layer_dropped(story.layer, after=NUM_GOOD_REFITS):
         code = train(load_recipe(story.recipe, [*story.settings, "refit.verify_every=1000"]), run_dir)
     row = read_jsonl(run_dir / "metrics.jsonl")[-1]
     metric, bound = row["agreement/metric"], row["agreement/bound"]

@@ -46,6 +46,8 @@ from lockstep.parity.gate import Verdict
 from lockstep.parity.measure import measure_step, token_context
 from lockstep.parity.rows import agreement_row, token_details
 from lockstep.records import Batch, FloatArray, RouteArray, TrainSequence
+from lockstep.refit.behaves import Behaviour
+from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.spans import Recorder, recording, span
 from lockstep.train.advantages import prepare
@@ -194,9 +196,28 @@ def refit(parts: Parts, folder: RunFolder, step: int) -> Receipt:
     parts.refit_steps.append(step)
     verify = len(parts.refit_steps) <= 2 or step % parts.config.refit.verify_every == 0
     with span("refit"):
-        receipt = run_refit(parts.trainer.weights(), parts.engine.receiver(), parts.transport, verify=verify)
-    folder.append_refit({"step": step, **receipt.as_dict()})
+        behaves = parts.proof.of_policy() if verify else None
+        source, receiver = parts.trainer.weights(), parts.engine.receiver()
+        receipt = run_refit(source, receiver, parts.transport, verify=verify, behaves=behaves)
+    folder.append_refit({"step": step, "weights": "policy", **receipt.as_dict(), **probed(behaves)})
     return receipt
+
+
+def refit_other(parts: Parts, folder: RunFolder, step: int) -> None:
+    """Give the engine other weights than the policy's, once before the first refit of a process, and file the receipt:
+    what does not arrive with the policy's weights then shows. Nothing is sampled from them."""
+    if not parts.proof.possible:
+        return
+    other = OtherWeights(parts.trainer.weights())
+    with span("refit"):
+        behaves = parts.proof.of_other(other)
+        receipt = run_refit(other, parts.engine.receiver(), parts.transport, verify=True, behaves=behaves)
+    folder.append_refit({"step": step, "weights": "other", **receipt.as_dict(), **probed(behaves)})
+
+
+def probed(behaves: Behaviour | None) -> Row:
+    """What the probes of a refit showed, for its receipt."""
+    return {"probes": behaves.measured.as_dict()} if behaves is not None and behaves.measured is not None else {}
 
 
 def evaluate(parts: Parts, step: int) -> Row:
@@ -251,6 +272,7 @@ def start(parts: Parts, opened: Opened, console: Console) -> None:
             parts.trainer.load(opened.checkpoint / TRAINER)
             parts.gate.load_state(progress.gate)
         console.say(f"resuming after step {progress.step} of {parts.config.steps}")
+    refit_other(parts, folder, progress.step)
     refit(parts, folder, progress.step)
     if opened.checkpoint is None:
         before = evaluate(parts, 0)

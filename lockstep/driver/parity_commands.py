@@ -140,11 +140,15 @@ def find_cause(
     with evidence_of(target, overrides, step) as evidence:
         say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
         result, told = attribute_evidence(evidence, factors, budget, full=full)
+        first = None if result.status == "healthy" else evidence.bench.first_difference()
     if as_json:
-        print(json.dumps({"note": evidence.note, "exact": evidence.exact, "sentence": told, **_plain_result(result)}))
+        found = {"sentence": told, "first_module": first and first.module, **_plain_result(result)}
+        print(json.dumps({"note": evidence.note, "exact": evidence.exact, **found}))
     else:
         print_attribution(result)
         print(told)
+        if first is not None:
+            print(f"first module whose output differs with the weights that were served: {first.text()}")
     return DONE if result.status == "explained" or "nothing to explain" in told else FAILED
 
 

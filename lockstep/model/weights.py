@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ class ModelWeights:
 
     def __init__(self, model: torch.nn.Module, version: int) -> None:
         self.version = version
-        self._model_type: str = model.config.get_text_config().model_type
+        config: Any = model.config
+        self._model_type: str = config.get_text_config().model_type
         self._tensors, self._tied = _named_state(model)
 
     def manifest(self) -> Manifest:

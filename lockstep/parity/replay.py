@@ -26,13 +26,14 @@ import torch
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import LogProbs, WeightReceiver, WeightSource
+from lockstep.model.head import use_float32_head
 from lockstep.model.load import torch_dtype
 from lockstep.model.weights import ModelWeights
 from lockstep.parity.attribute import Factor, Names, Scores
 from lockstep.records import Sequence
+from lockstep.refit.bisect import TOLERANCE, Difference, first_difference, recorded_outputs
 from lockstep.refit.quantised import as_held, quantised_for, served_weights
 from lockstep.refit.transports import whole_tensors
-from lockstep.rollout.module_decoder import ModuleDecoder
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.train.forward import PolicyForward
 from lockstep.train.routing_replay import RoutingReplayError
@@ -108,8 +109,20 @@ class Bench:
     # --- both sides ---------------------------------------------------------------------------------------------------
 
     def engine(self, setting: Setting) -> TorchEngine:
-        """A new engine as ``setting`` describes it; weights that a refit brought rightly are quantised as the engine's
-        are."""
+        """A new engine as ``setting`` describes it."""
+        model = self._serving(setting).to(dtype=torch_dtype(setting.rollout.dtype))  # pyright: ignore[reportCallIssue]
+        if setting.float32_head:
+            use_float32_head(model)
+        engine = TorchEngine(model, setting.rollout, vocab_limit=self.vocab_limit, version=self.version)
+        if setting.buffers:
+            _copy_layout_buffers(self.model, model)
+        for change in setting.on_engine:
+            change(engine)
+        return engine
+
+    def _serving(self, setting: Setting) -> PreTrainedModel:
+        """A copy of the trainer's module with the weights that the engine served; those that a refit brought rightly
+        are quantised as the engine's are."""
         model = copy.deepcopy(self.model)
         own = dict(model.state_dict(keep_vars=True))
         if setting.rollout.quantisation != "none":
@@ -119,17 +132,23 @@ class Bench:
         for name, tensor in self.served.items():
             if not name.startswith(setting.reload):
                 _overlay(model, own, name, tensor)
-        model = model.to(dtype=torch_dtype(setting.rollout.dtype))  # pyright: ignore[reportCallIssue]
-        engine = TorchEngine(model, setting.rollout, vocab_limit=self.vocab_limit, version=self.version)
-        if setting.float32_head:
-            _float32_head(model)
-            # The hand-written decoder has packed the head that it found: the model's own is used instead.
-            engine.decoder.logits = ModuleDecoder(model, self.vocab_limit).logits
-        if setting.buffers:
-            _copy_layout_buffers(self.model, model)
-        for change in setting.on_engine:
-            change(engine)
-        return engine
+        return model
+
+    def first_difference(self) -> Difference | None:
+        """The first module whose output on the longest recorded sequence is another with the weights that were served;
+        both sides in float32, so that rounding does not show. None if none is, or if the served weights are the
+        trainer's."""
+        if not self.served:
+            return None
+        tokens = max(self.sequences, key=lambda sequence: len(sequence.tokens)).tokens
+        sides = []
+        for model in (self._serving(self.setting), copy.deepcopy(self.model)):
+            model = model.float()
+            ids = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
+            with torch.no_grad(), recorded_outputs(model) as outputs:
+                model(input_ids=ids, use_cache=False)
+            sides.append(outputs)
+        return first_difference(*sides, tolerance=TOLERANCE["float32"])
 
     def engine_scores(self, setting: Setting) -> tuple[dict[str, LogProbs], float]:
         """The engine's log-probs of the recorded tokens, and the seconds of the scoring alone."""
@@ -165,7 +184,7 @@ class Bench:
             if model.dtype != torch_dtype(config.dtype) or setting.float32_head or setting.on_trainer:
                 model = copy.deepcopy(model).to(dtype=torch_dtype(config.dtype))  # pyright: ignore[reportCallIssue]
             if setting.float32_head:
-                _float32_head(model)
+                use_float32_head(model)
             for change in setting.on_trainer:
                 change(model)
             with _environment(setting.environment):
@@ -276,23 +295,6 @@ def _copy_layout_buffers(source: torch.nn.Module, target: torch.nn.Module) -> No
     for name, buffer in source.named_buffers():
         if name not in persistent and name in own:
             own[name].copy_(buffer)
-
-
-class _Float32Head(torch.nn.Module):
-    """The head's product in float32, whatever the states' dtype."""
-
-    def __init__(self, head: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
-        bias = getattr(head, "bias", None)
-        self.bias = None if bias is None else torch.nn.Parameter(bias.detach().float(), requires_grad=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(states.float(), self.weight, self.bias)
-
-
-def _float32_head(model: Any) -> None:
-    model.lm_head = _Float32Head(model.lm_head)
 
 
 @contextmanager

@@ -39,13 +39,13 @@ class Difference:
 
 @contextmanager
 def recorded_outputs(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """While the block runs, every named module's tensors out are kept by name."""
+    """While the block runs, the tensors out of every named module that has parameters are kept by name."""
     outputs: dict[str, torch.Tensor] = {}
     calls: dict[str, int] = {}
     handles = []
     for name, module in model.named_modules():
-        if not name:
-            continue
+        if not name or next(module.parameters(), None) is None:
+            continue  # a fault in weights shows first at a module that has some, not at its activation function
 
         def hook(_module: torch.nn.Module, _inputs: Any, output: Any, name: str = name) -> None:
             tensors = [t.detach().float().cpu().reshape(-1) for t in _tensors(output)]

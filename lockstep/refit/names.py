@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -62,30 +63,45 @@ class _Unit:
     row: Row
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    groups: frozenset[str]  # of the outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a manifest's tensors become: ``specs`` in the order in which they travel, and where each belongs."""
+
+    specs: tuple[TensorSpec, ...]
+    unit_of: dict[str, _Unit]  # by the source's name
+    group_of: dict[str, str]  # by the translated name, as is ``order``
+    inputs_of_group: dict[str, set[str]]
+    order: dict[str, int]
 
 
 class _Translated:
     """A ``WeightSource`` whose names are translated. Expects that the source's shards are in any order, each once."""
 
     def __init__(self, source: WeightSource, naming: Naming) -> None:
-        self._source, self._naming = source, naming
-        self._plan(source.manifest())
+        self._source = source
+        self._naming: Naming = naming
+        manifest = source.manifest()
+        self._plan = _plan(manifest.model_type, manifest.tensors, naming)
 
     def manifest(self) -> Manifest:
         """The source's, with the translated tensors, groups kept together."""
         manifest = self._source.manifest()
-        return replace(manifest, tensors=self._specs, tied=self._tied(manifest), naming=self._naming)
+        return replace(manifest, tensors=self._plan.specs, tied=self._tied(manifest), naming=self._naming)
 
     def shards(self) -> Iterator[Shard]:
         """The translated shards, group by group. A tensor that the source never brings is left out: the receiver counts
         what arrived. Raises NameMapError for one that is not in the manifest or comes twice."""
+        plan = self._plan
         arrived: set[str] = set()
         pieces: dict[int, list[Shard]] = {}  # of units that wait for more
         ready: dict[str, list[Shard]] = {}  # of groups that wait for more
-        waiting = {group: set(names) for group, names in self._inputs_of_group.items()}
+        waiting = {group: set(names) for group, names in plan.inputs_of_group.items()}
         for shard in self._source.shards():
             name = shard[0]
-            unit = self._unit_of.get(name)
+            unit = plan.unit_of.get(name)
             if unit is None or name in arrived:
                 raise NameMapError(f"{name} comes from the source {'twice' if unit else 'but is not in its manifest'}")
             arrived.add(name)
@@ -93,11 +109,11 @@ class _Translated:
             gathered.append(shard)
             if len(gathered) == len(unit.inputs):
                 for output in self._converted(unit, pieces.pop(id(unit))):
-                    ready.setdefault(self._group_of[output[0]], []).append(output)
-            for group in {spec.group for spec in unit.outputs}:
+                    ready.setdefault(plan.group_of[output[0]], []).append(output)
+            for group in unit.groups:
                 waiting[group].discard(name)
                 if not waiting[group]:
-                    yield from sorted(ready.pop(group, ()), key=lambda one: self._order[one[0]])
+                    yield from sorted(ready.pop(group, ()), key=lambda one: plan.order[one[0]])
         for left in ready.values():  # of groups that stay incomplete: what is there still travels
             yield from left
 
@@ -108,25 +124,6 @@ class _Translated:
             return _to_checkpoint(unit, ordered)
         return _to_module(unit, ordered)
 
-    # --- planning -----------------------------------------------------------------------------------------------------
-
-    def _plan(self, manifest: Manifest) -> None:
-        units = _units(manifest, self._naming)
-        specs = [spec for unit in units for spec in unit.outputs]
-        self._unit_of = {spec.name: unit for unit in units for spec in unit.inputs}
-        self._group_of = {spec.name: spec.group for spec in specs}
-        self._inputs_of_group: dict[str, set[str]] = {}
-        for unit in units:
-            for spec in unit.outputs:
-                self._inputs_of_group.setdefault(spec.group, set()).update(one.name for one in unit.inputs)
-        # Groups in the order in which the source completes them, so that a transfer can follow the manifest.
-        position = {spec.name: index for index, spec in enumerate(manifest.tensors)}
-        complete = {group: max(position[name] for name in names) for group, names in self._inputs_of_group.items()}
-        first = {group: index for index, group in reversed(list(enumerate(spec.group for spec in specs)))}
-        specs.sort(key=lambda spec: (complete[spec.group], first[spec.group]))
-        self._specs = tuple(specs)
-        self._order = {spec.name: index for index, spec in enumerate(specs)}
-
     def _tied(self, manifest: Manifest) -> dict[str, str]:
         """Tied names are whole tensors with a plain row on both sides."""
         return {
@@ -135,13 +132,36 @@ class _Translated:
         }
 
 
-def _units(manifest: Manifest, naming: Naming) -> list[_Unit]:
-    """The manifest's tensors by row and placeholders. Raises NameMapError listing every name that has no place."""
-    rows = table_of(manifest.model_type)
+@lru_cache(maxsize=4)
+def _plan(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> _Plan:
+    """Kept for the next refit, whose manifest has the same tensors: it takes longer than the transfer on a GPU."""
+    units = _units(model_type, tensors, naming)
+    specs = [spec for unit in units for spec in unit.outputs]
+    inputs_of_group: dict[str, set[str]] = {}
+    for unit in units:
+        for group in unit.groups:
+            inputs_of_group.setdefault(group, set()).update(one.name for one in unit.inputs)
+    # Groups in the order in which the source completes them, so that a transfer can follow the manifest.
+    position = {spec.name: index for index, spec in enumerate(tensors)}
+    complete = {group: max(position[name] for name in names) for group, names in inputs_of_group.items()}
+    first = {group: index for index, group in reversed(list(enumerate(spec.group for spec in specs)))}
+    specs.sort(key=lambda spec: (complete[spec.group], first[spec.group]))
+    return _Plan(
+        specs=tuple(specs),
+        unit_of={spec.name: unit for unit in units for spec in unit.inputs},
+        group_of={spec.name: spec.group for spec in specs},
+        inputs_of_group=inputs_of_group,
+        order={spec.name: index for index, spec in enumerate(specs)},
+    )
+
+
+def _units(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> list[_Unit]:
+    """A manifest's tensors by row and placeholders. Raises NameMapError listing every name that has no place."""
+    rows = table_of(model_type)
     gathered: dict[tuple[object, ...], dict[tuple[int, int], TensorSpec]] = {}
     found: dict[tuple[object, ...], tuple[Row, dict[str, str]]] = {}
     unknown: list[str] = []
-    for spec in manifest.tensors:
+    for spec in tensors:
         hit = _row_of(rows, spec.name, "module" if naming == "checkpoint" else "checkpoint")
         if hit is None:
             unknown.append(spec.name)
@@ -153,7 +173,7 @@ def _units(manifest: Manifest, naming: Naming) -> list[_Unit]:
         gathered.setdefault(key, {})[expert, member] = spec
     if unknown:
         raise NameMapError(
-            f"{manifest.model_type}: {len(unknown)} name(s) without a row in its name table: {', '.join(unknown[:8])}"
+            f"{model_type}: {len(unknown)} name(s) without a row in its name table: {', '.join(unknown[:8])}"
             f"{' …' if len(unknown) > 8 else ''}; nothing is passed through unread, add rows to refit/name_tables.py"
         )
     make = _unit_to_checkpoint if naming == "checkpoint" else _unit_to_module
@@ -209,7 +229,7 @@ def _unit_to_checkpoint(row: Row, values: dict[str, str], members: dict[tuple[in
             shape = tuple(size * (len(inputs) if dim == row.dim else 1) for dim, size in enumerate(shape))
     group = filled(row.group, values) if row.group else names[0]
     outputs = tuple(replace(first, name=name, shape=shape, group=group) for name in names)
-    return _Unit(row, inputs, outputs)
+    return _Unit(row, inputs, outputs, frozenset({group}))
 
 
 def _unit_to_module(row: Row, values: dict[str, str], members: dict[tuple[int, int], TensorSpec]) -> _Unit:
@@ -224,7 +244,8 @@ def _unit_to_module(row: Row, values: dict[str, str], members: dict[tuple[int, i
         shape = tuple(size // (len(row.module) if dim == row.dim else 1) for dim, size in enumerate(shape))
     names = [filled(template, values) for template in row.module]
     group = filled(row.group, values) if row.group else names[0]
-    return _Unit(row, inputs, tuple(replace(first, name=name, shape=shape, group=group) for name in names))
+    outputs = tuple(replace(first, name=name, shape=shape, group=group) for name in names)
+    return _Unit(row, inputs, outputs, frozenset({group}))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -249,6 +270,12 @@ def _expert_views(unit: _Unit, offset: tuple[int, ...], tensor: torch.Tensor) ->
     """Per expert and projection, the part that this shard of a stack [E, parts · rows, …] has of it."""
     num_parts = len(unit.row.checkpoint)
     num_rows = unit.outputs[0].shape[0]
+    if not any(offset) and tensor.shape[:2] == (len(unit.outputs) // num_parts, num_parts * num_rows):
+        views = tensor.unflatten(1, (num_parts, num_rows)).unbind() if num_parts > 1 else tensor.unbind()
+        parts = (part for view in views for part in view.unbind()) if num_parts > 1 else views
+        for spec, view in zip(unit.outputs, parts, strict=True):
+            yield spec.name, spec.shape, (0,) * view.ndim, view
+        return
     for local in range(tensor.shape[0]):
         for part in range(num_parts):
             spec = unit.outputs[(offset[0] + local) * num_parts + part]

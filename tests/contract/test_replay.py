@@ -27,7 +27,7 @@ SETTINGS = [*SMALL, "checkpoint.keep=9", "refit.verify_every=1000", "trainer.lea
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few seconds whose refits drop a layer from the third on; checkpoints would be due at even steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "stopped"
-    with layer_dropped(LAYER, after=3):
+    with layer_dropped(LAYER, after=4):  # other weights at the start, the policy's, and two steps
         assert train(load_recipe("tiny-qwen3-moe", SETTINGS), run_dir) == 1
     return run_dir
 
@@ -179,6 +179,7 @@ def test_a_recipe_whose_refit_forgets_a_layer_is_seen_without_a_run(capsys: pyte
         code, found = as_json(capsys, "parity", "attribute", "tiny-qwen3-moe", *settings)
     assert code == 0
     assert found["refined"] == {"load": [f"load:{LAYER}"]}
+    assert found["first_module"].startswith(f"{LAYER}.")
 
 
 def test_a_fault_that_is_not_rebuilt_is_unexplained(

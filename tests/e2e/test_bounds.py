@@ -87,7 +87,7 @@ class ScaledLayer:
             )
             original(receiver, scaled)
 
-        def unverified(*arguments, verify: bool):
+        def unverified(*arguments, verify: bool, **_options):
             return run_refit(*arguments, verify=False)
 
         monkeypatch.setattr(TorchReceiver, "receive", receive)

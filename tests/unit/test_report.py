@@ -132,8 +132,10 @@ def test_receipts_show_what_was_checked_and_what_was_not(run: Path) -> None:
     assert len(refits["rows"]) == 23
     assert "covered held 23 of 23" in refits["summary"]
     assert "loaded held 4 of 23, not checked 19 of 23" in refits["summary"]
-    step, version, transport, num_bytes, seconds, rate = refits["rows"][1]["cells"]
+    step, version, weights, transport, num_bytes, seconds, rate, *probes = refits["rows"][1]["cells"]
     assert (step, version, transport, num_bytes) == (1, 1, "local", 269_060_000)
+    assert weights is None
+    assert probes == [None, None, None], "this run's receipts have no probes"
     assert seconds == pytest.approx(0.001 + 0.11 + 0.02 + 0.09)
     assert rate == pytest.approx(269_060_000 / seconds / 1e9)
     assert refits["rows"][2]["claims"][2] == {"name": "loaded", "status": "not checked", "why": "due every 10 steps"}

@@ -149,8 +149,9 @@ def refit_table(run: RunData) -> dict[str, object]:
     if len(run.refits) > MAX_RECEIPTS:
         summary += f" The last {MAX_RECEIPTS} are listed."
     rows = [{"cells": _receipt_cells(receipt), "claims": _claims(receipt)} for receipt in run.refits[-MAX_RECEIPTS:]]
-    columns = [("step", True, None), ("version", True, None), ("transport", False, None), ("bytes", True, "bytes"),
-               ("time", True, "s"), ("GB/s", True, None)]  # fmt: skip
+    columns = [("step", True, None), ("version", True, None), ("weights", False, None), ("transport", False, None),
+               ("bytes", True, "bytes"), ("time", True, "s"), ("GB/s", True, None),
+               ("power", True, None), ("noise", True, None), ("coverage", True, None)]  # fmt: skip
     return {"columns": columns, "rows": rows, "summary": summary}
 
 
@@ -159,8 +160,10 @@ def _receipt_cells(receipt: Row) -> list[object]:
     seconds = _seconds(receipt)
     rate = num_bytes / seconds / 1e9 if num_bytes and seconds else None
     transport = receipt.get("transport")
-    return [receipt.get("step"), receipt.get("version"), None if transport is None else str(transport), num_bytes,
-            seconds, rate]  # fmt: skip
+    weights, probes = receipt.get("weights"), receipt.get("probes")
+    shown = [number(probes.get(name)) if isinstance(probes, dict) else None for name in ("power", "noise", "coverage")]
+    return [receipt.get("step"), receipt.get("version"), None if weights is None else str(weights),
+            None if transport is None else str(transport), num_bytes, seconds, rate, *shown]  # fmt: skip
 
 
 def _seconds(receipt: Row) -> float | None:

@@ -1,0 +1,143 @@
+"""``lockstep refit check``: it passes for a healthy engine and names the module that a planted fault spoils."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.cli import app
+from lockstep.config.schema import RandomModel
+from lockstep.driver.refit_commands import named_model
+from lockstep.model.tiny import tiny_names, tiny_source
+from lockstep.refit.check import as_text, check_refit
+from lockstep.rollout.receiver import TorchReceiver
+
+SEEDS = {"tiny-deepseek-v32": 1, "tiny-glm-moe-dsa": 1}
+"""With seed 0 one token lies where decode and prefill pick other keys by the indexer's top-k, refit or not."""
+
+
+def tiny(name: str) -> RandomModel:
+    source = tiny_source(name)
+    assert source is not None
+    return source
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        app(["refit", "check", *arguments], standalone_mode=True)
+    assert isinstance(done.value.code, int)
+    return done.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", tiny_names())
+def test_the_embedded_engine_passes_for_every_architecture(name: str) -> None:
+    result = check_refit(tiny(name), "torch", name=name, seed=SEEDS.get(name, 0))
+    assert result.ok, as_text(result)
+    assert [one.weights for one in result.rounds] == ["other", "model's"]
+    for one in result.rounds:
+        assert {claim.name: claim.status for claim in one.claims} == {
+            "covered": "held",
+            "transported": "not checked",
+            "loaded": "held",
+            "derived": "not checked",
+            "behaves": "held",
+            "disk": "held",
+        }
+        assert one.measured is not None
+        assert one.measured.power is not None
+        assert one.measured.power > 0.1
+    assert result.first is None
+    assert "every claim held, twice" in as_text(result)
+
+
+def test_a_plain_push_without_a_manifest_is_found_by_the_first_module_that_kept_its_weights() -> None:
+    """The public fault: names that the engine's loader does not know are ignored with success."""
+    result = check_refit(tiny("tiny-qwen3-moe"), "torch", plain_push=True)
+    assert not result.ok
+    assert result.first is not None
+    assert result.first.module == "model.layers.0.mlp.experts"
+    for one in result.rounds:
+        claims = {claim.name: claim for claim in one.claims}
+        assert claims["behaves"].status == claims["disk"].status == claims["loaded"].status == "failed"
+        assert "experts" in claims["loaded"].detail
+        assert claims["covered"].status == "not checked"
+    assert "First module whose output differs: model.layers.0.mlp.experts" in as_text(result)
+
+
+def test_a_dense_model_survives_a_plain_push() -> None:
+    """Its names are the same on both sides: the fault is in the names, and the check does not cry wolf."""
+    result = check_refit(tiny("tiny-qwen3"), "torch", plain_push=True)
+    assert result.ok, as_text(result)
+
+
+def test_a_tensor_that_is_forgotten_is_found_at_the_second_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = "model.layers.1.self_attn.o_proj.weight"
+    original = TorchReceiver.receive
+    calls = 0
+
+    def receive(self: TorchReceiver, tensors: Any) -> None:
+        nonlocal calls
+        calls += 1
+        old = {name: tensor.clone() for name, tensor in self.live() if name == forgotten and calls == 2}
+        original(self, ((name, old.get(name, tensor)) for name, tensor in tensors))
+
+    monkeypatch.setattr(TorchReceiver, "receive", receive)
+    result = check_refit(tiny("tiny-llama"), "torch")
+    assert result.rounds[0].ok
+    assert not result.rounds[1].ok
+    assert result.first is not None
+    assert result.first.module == "model.layers.1.self_attn.o_proj"
+
+
+def test_a_refit_that_is_refused_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(self: TorchReceiver, manifest: object) -> None:
+        raise ValueError("this engine takes nothing")
+
+    monkeypatch.setattr(TorchReceiver, "begin", begin)
+    result = check_refit(tiny("tiny-llama"), "torch")
+    assert not result.ok
+    assert "this engine takes nothing" in as_text(result)
+
+
+def test_the_command_prints_a_table_or_json_and_exits_by_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = command(capsys, "tiny-llama")
+    assert code == 0
+    assert "behaves" in out
+    assert "every claim held" in out
+    code, out = command(capsys, "tiny-qwen3-moe", "--json", "--plain-push")
+    assert code == 1
+    told = json.loads(out)
+    assert told["ok"] is False
+    assert told["rounds"][0]["first"]["module"] == "model.layers.0.mlp.experts"
+    assert told["rounds"][0]["measured"]["coverage"] >= 0.95
+
+
+def test_a_model_is_a_folder_a_recipe_or_a_tiny_name(tmp_path: Path) -> None:
+    from lockstep.config.errors import ConfigError
+
+    assert named_model(str(tmp_path)).source == "path"
+    assert named_model("quickstart").source == "gguf"
+    assert named_model("tiny-glm4-moe").source == "random"
+    with pytest.raises(ConfigError, match="tiny-deepseek-v3"):
+        named_model("tiny-mamba")
+
+
+def test_a_folder_that_transformers_saved_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lockstep.model.load import load_model
+
+    load_model(tiny("tiny-glm4-moe"), torch.float32).save_pretrained(tmp_path / "model")
+    code, out = command(capsys, str(tmp_path / "model"))
+    assert code == 0, out
+
+
+def test_the_check_imports_no_trainer() -> None:
+    program = "import sys, lockstep.refit.check; print([m for m in sys.modules if m.startswith('lockstep.train')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
