@@ -132,13 +132,7 @@ def _connect(
         config, model, decode=decode_all, vocab_limit=vocab_limit, max_prompt_tokens=renderer.config.max_tokens
     )
     initial = copy.deepcopy(model) if starts_from_here else None
-    trainer = FsdpTrainer(
-        model,
-        config.trainer,
-        total_optimizer_steps=config.steps * config.algorithm.optimizer_steps_per_batch,
-        temperature=config.rollout.temperature,
-        vocab_limit=vocab_limit,
-    )
+    trainer = _trainer(config, model, vocab_limit)
     return Parts(
         config=config,
         task=task,
@@ -160,14 +154,31 @@ def _connect(
         teacher=_scorer(config.teacher, config, device, vocab_limit),
         transport=make_transport(config.refit.transport),
         gate=gate,
-        proof=RefitProof(
-            trainer,
-            engine,
-            proof_bounds(config, gate, model.device.type),
-            vocab_limit=vocab_limit,
-            longest=served_length(config, model, renderer.config.max_tokens),
-        ),
+        proof=_proof(config, gate, trainer, engine, vocab_limit, renderer.config.max_tokens),
         refit_steps=[],
+    )
+
+
+def _trainer(config: RunConfig, model: Any, vocab_limit: int) -> FsdpTrainer:
+    return FsdpTrainer(
+        model,
+        config.trainer,
+        total_optimizer_steps=config.steps * config.algorithm.optimizer_steps_per_batch,
+        temperature=config.rollout.temperature,
+        vocab_limit=vocab_limit,
+    )
+
+
+def _proof(
+    config: RunConfig, gate: Gate, trainer: FsdpTrainer, engine: Engine, vocab_limit: int, max_prompt_tokens: int
+) -> RefitProof:
+    model: Any = trainer.model
+    return RefitProof(
+        trainer,
+        engine,
+        proof_bounds(config, gate, model.device.type),
+        vocab_limit=vocab_limit,
+        longest=served_length(config, model, max_prompt_tokens),
     )
 
 
