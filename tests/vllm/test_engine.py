@@ -217,7 +217,7 @@ def test_a_sequence_as_long_as_the_context_is_sampled_and_scored(
     assert refused.finish_reason == "failed"
 
 
-def test_logits_with_nan_fail_their_request_and_are_never_sampled(new_engine: Callable[..., VllmEngine]) -> None:
+def test_logits_with_nan_fail_their_request_and_are_never_sampled() -> None:
     sick_model = tiny_model("qwen3", seed=MODEL_SEED)
     with torch.no_grad():
         sick_model.model.embed_tokens.weight[60] = torch.nan
