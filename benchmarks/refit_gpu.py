@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -222,7 +223,9 @@ def silent_push(engine: Any, model: Any, weights: Any) -> dict[str, Any]:
     probes = make_probes(lambda s: module_scores(model, s), vocab_size=model.config.vocab_size, context=500)
     refusal = "accepted"
     try:
-        engine.receiver().begin(weights.manifest())
+        # As a trainer would that takes its module's names for published ones.
+        engine.receiver().begin(replace(weights.manifest(), naming="checkpoint"))
+        engine.receiver().abort("this was a question")
     except ValueError as error:
         refusal = str(error)[:600]
     push_plainly(engine.llm, whole_tensors(weights))  # returns as after a success

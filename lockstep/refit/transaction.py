@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import torch
+
 from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.numerics.blocks import QuantisationError
 from lockstep.records import Claim, DerivedReport, Manifest
@@ -155,4 +157,6 @@ class _PhaseClock:
         self._start = time.perf_counter()
 
     def __exit__(self, *_exc: object) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a phase is over when the device has done its work
         self.seconds[self._phase] = time.perf_counter() - self._start

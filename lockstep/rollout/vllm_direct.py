@@ -19,6 +19,9 @@ from lockstep.rollout.vllm_layout import LiveLayout
 Piece = tuple[torch.Tensor, Geometry]
 """A view of live storage, and the part of the checkpoint's tensor that belongs there."""
 
+TENSORS_PER_LAUNCH = 128
+"""The GPU copies these while the next ones are looked up."""
+
 
 class DirectCopy:
     """Copies checkpoint tensors into views of the live weights."""
@@ -37,11 +40,20 @@ class DirectCopy:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for name, tensor in tensors:
-            whole = tensor.detach()
-            for target, (size, stride, offset) in self._pieces[name]:
-                if not whole.is_contiguous():
-                    whole = whole.contiguous()
+            for target, geometry in self._pieces[name]:
                 targets.append(target)
-                sources.append(whole.as_strided(size, stride, whole.storage_offset() + offset))
+                sources.append(_source(tensor, geometry))
+            if len(targets) >= TENSORS_PER_LAUNCH:
+                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+                targets, sources = [], []
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _source(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The part of a checkpoint's tensor: geometries are those of contiguous ones."""
+    size, stride, offset = geometry
+    whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+    if offset == 0 and whole.shape == size and whole.stride() == stride:
+        return whole
+    return whole.as_strided(size, stride, whole.storage_offset() + offset)
