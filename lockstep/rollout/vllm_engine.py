@@ -134,9 +134,9 @@ class VllmEngine(QueuedEngine):
             self.llm.wake_up(tags=tags)
             if self.llm.llm_engine.is_sleeping():  # some of the tags are still to come
                 return
-        if self._asleep == 1:
-            self._receiver.refresh_after_wake()
         self._asleep = 0
+        if self._unfit is None:
+            self._receiver.refresh_after_wake()  # weights came back, what was derived from them may not have
         self.resume()
 
     @property
