@@ -119,7 +119,9 @@ class WeightReceiver(Protocol):
 
     def begin(self, manifest: Manifest) -> None: ...
 
-    def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+    def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors. They may be views of a buffer that is filled again: valid during this call only."""
+        ...
 
     def alias(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the given storage itself instead of a copy (the ``shared`` transport)."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.config.gate_checks import bounds_for, fitting_bounds
+from lockstep.config.process_checks import chosen_transport
 from lockstep.config.schema import AlgorithmConfig, BoundConfig, ModelSource, PromptConfig, RunConfig
 from lockstep.driver.engines import build_engine, close_engine, served_length
 from lockstep.driver.groups import GroupSampler
@@ -25,8 +26,9 @@ from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.allocator import bound_primitive_cache
 from lockstep.hardware.profile import choose, detect
 from lockstep.interfaces import Engine, Objective, Scorer, Task
+from lockstep.model.adapter import routers
 from lockstep.model.gguf_files import parsed_once
-from lockstep.model.load import load_model, load_tokenizer, torch_dtype
+from lockstep.model.load import ModelError, load_model, load_tokenizer, torch_dtype
 from lockstep.parity.gate import Gate
 from lockstep.refit.transports import Transport, make_transport
 from lockstep.spans import span
@@ -90,7 +92,9 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
             say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS, say=say)))
         with span("start/load"), parsed_once():
             tokenizer = load_tokenizer(config.model)
-            model = load_model(config.model, torch_dtype(config.trainer.dtype), device)
+            model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
+        if config.rollout.record_routes and not routers(model):
+            raise ModelError(f"rollout.record_routes: {type(model).__name__} has no routers of experts; leave it out")
         with asyncio.Runner() as runner:
             parts = _connect(config, task, tokenizer, model, device, gate, runner, say, warm_up=warm_up)
             try:
@@ -152,7 +156,7 @@ def _connect(
         ),
         reference=_scorer(config.reference, config, device, vocab_limit, initial),
         teacher=_scorer(config.teacher, config, device, vocab_limit),
-        transport=make_transport(config.refit.transport),
+        transport=make_transport(chosen_transport(config), config.refit),
         gate=gate,
         proof=_proof(config, gate, trainer, engine, vocab_limit, renderer.config.max_tokens),
         refit_steps=[],
@@ -199,7 +203,7 @@ def _scorer(
     if model is None:
         if source is None:
             return None
-        model = load_model(source, torch_dtype(config.trainer.dtype), device)
+        model = load_model(source, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
     return ReferenceScorer(
         model,
         temperature=config.rollout.temperature,

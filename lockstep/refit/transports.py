@@ -1,37 +1,42 @@
 """How the bytes of a refit travel. One class a transport, all passing the same contract tests.
 
-``local``: same process, one copy into the engine's own storage. ``shared``: same process, the engine's parameters
-become aliases of the trainer's live storage; there is no second copy to fall back on, so the receipt names it.
-"""
+| name | between | how |
+|---|---|---|
+| ``local`` | the same process | one copy into the engine's own storage |
+| ``shared`` | the same process | the engine's parameters become aliases of the trainer's live storage; there is no second copy to fall back on, so the receipt names it |
+| ``shm`` | processes of one machine | buckets in shared memory, two in flight, a digest each (``pipeline``, ``shm``) |
+| ``disk`` | machines that see one folder | a folder of safetensors, written beside and renamed (``disk``) |
+| ``cuda_ipc`` | processes on one GPU or its peers | as ``shm``, in GPU memory (``cuda_ipc``); not shown |
+"""  # noqa: E501  rows of a table
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Literal
 
 import torch
 
+from lockstep.config.schema import RefitConfig
 from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.records import Claim
+from lockstep.refit.cuda_ipc import CudaBuffer
+from lockstep.refit.disk import DiskTransport
+from lockstep.refit.pipeline import BucketTransport
+from lockstep.refit.shm import SharedBuffer
+from lockstep.refit.transfer import Transfer, Transport, whole_tensors
 
+__all__ = [
+    "LocalTransport",
+    "SharedTransport",
+    "Transfer",
+    "Transport",
+    "TransportName",
+    "make_transport",
+    "whole_tensors",
+]
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What moved: bytes as the source holds them (0 where nothing is copied), buckets (0 where there are none), and
-    whether digests of both ends were compared."""
-
-    num_bytes: int
-    num_buckets: int
-    transported: Claim
-
-
-class Transport(Protocol):
-    """Moves every tensor of a source into a receiver."""
-
-    name: str
-
-    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer: ...
+TransportName = Literal["local", "shared", "shm", "disk", "cuda_ipc"]
 
 
 class LocalTransport:
@@ -57,20 +62,19 @@ class SharedTransport:
         return Transfer(0, 0, _no_wire(self.name))
 
 
-def make_transport(name: Literal["local", "shared"]) -> Transport:
-    """The transport of a configuration's name."""
-    return {"local": LocalTransport, "shared": SharedTransport}[name]()
-
-
-def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """The source's tensors, for transports that need each whole. Raises ValueError on a shard of one."""
-    for name, global_shape, offset, tensor in source.shards():
-        if tuple(tensor.shape) != global_shape or any(offset):
-            raise ValueError(
-                f"{name}: shard of shape {tuple(tensor.shape)} at offset {offset} of {global_shape}; "
-                "this transport needs whole tensors (one trainer rank)"
-            )
-        yield name, tensor
+def make_transport(name: TransportName, settings: RefitConfig | None = None) -> Transport:
+    """The transport of a configuration's name. Raises ValueError for ``disk`` without ``settings.folder``."""
+    settings = settings or RefitConfig()
+    sizes = {"bucket_bytes": settings.bucket_bytes, "timeout_s": settings.timeout_s}
+    if name == "local":
+        return LocalTransport()
+    if name == "shared":
+        return SharedTransport()
+    if name == "disk":
+        if settings.folder is None:
+            raise ValueError("transport disk needs a folder that trainer and engine both see: refit.folder")
+        return DiskTransport(Path(settings.folder), **sizes)
+    return BucketTransport(name, SharedBuffer.create if name == "shm" else CudaBuffer.create, **sizes)
 
 
 def _no_wire(transport: str) -> Claim:

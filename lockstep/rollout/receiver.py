@@ -5,8 +5,9 @@ policy state); layout buffers that are not persistent never travel. A storage sh
 one *live weight* and is covered by any one of its names.
 
 ``begin`` compares both ways before a byte moves: every tensor of the manifest must have a live weight of its shape, and
-every live weight must be covered, once. A tensor's dtype must be the live one; the single exception is a float32
-tensor for a bfloat16 weight, which is rounded on arrival (the policy is then the rounded weights).
+every live weight must be covered, once. A declared subset (``base_version``) may leave weights out, and is refused
+unless exactly its base is what the engine holds whole. A tensor's dtype must be the live one; the single exception is a
+float32 tensor for a bfloat16 weight, which is rounded on arrival (the policy is then the rounded weights).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ class RefitRefused(ValueError):
 
 
 class RefitHost(Protocol):
-    """What a receiver tells its engine."""
+    """What a receiver tells its engine, and asks it."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that it serves."""
+        ...
 
     def refit_begun(self) -> None:
         """Stop admission and put running requests back in the queue."""
@@ -81,11 +87,11 @@ def plan_coverage(live: list[LiveWeight], manifest: Manifest) -> dict[str, list[
             # The engine keeps apart what the source ties: the one tensor that travels fills both.
             tied = {manifest.tied[name] for name in weight.names if name in manifest.tied}
             sources = sorted(tied & specs.keys())
-        if not sources:
+        if not sources and manifest.base_version is None:
             problems.append(f"missing: {weight.names[0]} {tuple(weight.tensor.shape)} is not in the manifest")
         elif len(sources) > 1:
             problems.append(f"doubled: {' and '.join(sources)} are one tied weight here")
-        else:
+        elif sources:
             targets[sources[0]].append(weight)
             problems.extend(_misfit(specs[sources[0]], weight.tensor))
     known = {name for weight in live for name in weight.names}
@@ -121,11 +127,13 @@ class TorchReceiver:
         self._targets: dict[str, list[LiveWeight]] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._received: set[str] = set()
+        self._whole = True  # no refit broke off since the weights were last complete
 
     def begin(self, manifest: Manifest) -> None:
         """Check the manifest both ways, then stop admission. Raises RefitRefused and leaves the engine as it was."""
         if self._manifest is not None:
             raise RuntimeError(f"a refit to version {self._manifest.version} has begun and is not over")
+        self._check_base(manifest)
         self._targets = plan_coverage(live_weights(self._model), manifest)
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._received = set()
@@ -163,12 +171,14 @@ class TorchReceiver:
             self.abort(f"derived weights could not be rebuilt: {error}")
             raise
         self._manifest = None
+        self._whole = True
         self._host.refit_committed(manifest.version)
         return ()
 
     def abort(self, reason: str) -> None:
         """Give up: the engine serves nothing until a refit commits."""
         self._manifest = None
+        self._whole = False
         self._host.refit_aborted(reason)
 
     def live(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,6 +200,16 @@ class TorchReceiver:
     def derived(self) -> tuple[DerivedReport, ...]:
         """No registered state: what the decoder derives is part of ``live``."""
         return ()
+
+    def _check_base(self, manifest: Manifest) -> None:
+        """A declared subset lies over its own base only."""
+        if manifest.base_version is None:
+            return
+        subset = f"manifest of version {manifest.version} refused: it is a subset over version {manifest.base_version}"
+        if not self._whole:
+            raise RefitRefused(f"{subset}, and a refit broke off here: the engine needs a full one")
+        if manifest.base_version != self._host.version:
+            raise RefitRefused(f"{subset}, the engine holds version {self._host.version}")
 
     def _begun(self) -> Manifest:
         if self._manifest is None:

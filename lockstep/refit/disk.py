@@ -1,0 +1,120 @@
+"""Transport ``disk``: a folder that trainer and engine both see, on this machine or on a filer.
+
+    <folder>/lockstep-refit-<host>-<process>-<transfer>.partial/   bucket-00000.safetensors … manifest.json
+    <folder>/lockstep-refit-<host>-<process>-<transfer>/           the same, renamed: who sees this name sees all of it
+
+``manifest.json`` has the manifest and the digest of every bucket. Types of one byte (float8, e8m0) lie in the files as
+uint8; the manifest names their dtype. What was loaded is removed at once; what a killed sender left is removed by the
+next transfer from the same host. Nothing is synced to the medium: the weights of a refit need not outlive a power cut.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.records import Manifest
+from lockstep.refit.buckets import TRAILER_BYTES, Bucket, Filler, TransferError, plan_buckets, seal
+from lockstep.refit.conversation import Conversation, peer_of
+from lockstep.refit.folder_reader import MANIFEST, bucket_file, travelling
+from lockstep.refit.transfer import Transfer, whole_tensors
+
+_PARTIAL = ".partial"
+
+
+class DiskTransport:
+    """Writes all buckets, renames the folder, has the receiver load them, removes it."""
+
+    name = "disk"
+
+    def __init__(self, folder: Path, *, bucket_bytes: int, timeout_s: float) -> None:
+        self._folder, self._bucket_bytes, self._timeout_s = folder, bucket_bytes, timeout_s
+
+    def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
+        """Move all tensors; nothing stays on the disk whatever happens to this transfer."""
+        manifest = source.manifest()
+        plan = plan_buckets(manifest, self._bucket_bytes)
+        transfer_id = secrets.randbits(62)
+        with self._written(source, manifest, plan, transfer_id) as (folder, digests):
+            talk = Conversation(peer_of(receiver, manifest), self._timeout_s)
+            talk.open({
+                "transport": self.name,
+                "transfer": transfer_id,
+                "bucket_bytes": self._bucket_bytes,
+                "path": str(folder),
+            })  # fmt: skip
+            for bucket, digest in zip(plan, digests, strict=True):
+                talk.send(bucket.number, digest, {})
+            claim = talk.close()
+        return Transfer(sum(slot.num_bytes for bucket in plan for slot in bucket.slots), len(plan), claim)
+
+    @contextmanager
+    def _written(
+        self, source: WeightSource, manifest: Manifest, plan: tuple[Bucket, ...], transfer_id: int
+    ) -> Iterator[tuple[Path, list[str]]]:
+        name = f"{_prefix()}{os.getpid()}-{transfer_id:016x}"
+        partial, final = self._folder / (name + _PARTIAL), (self._folder / name).absolute()
+        try:
+            with _writing(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _remove_left_over(self._folder)
+                partial.mkdir()
+            digests = _write_buckets(partial, source, manifest, plan, transfer_id)
+            with _writing(self._folder):
+                partial.rename(final)
+            yield final, digests
+        finally:
+            for left in (partial, final):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses is a TransferError that names the folder."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TransferError(f"the weights can't be written to {folder}: {error}") from error
+
+
+def _prefix() -> str:
+    return f"lockstep-refit-{socket.gethostname()}-"
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Transfers of processes of this host that are no more."""
+    for left in folder.glob(glob.escape(_prefix()) + "*"):
+        owner = left.name.removeprefix(_prefix()).split("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(left)
+
+
+def _write_buckets(
+    folder: Path, source: WeightSource, manifest: Manifest, plan: tuple[Bucket, ...], transfer_id: int
+) -> list[str]:
+    buffer = torch.empty(max((bucket.num_bytes for bucket in plan), default=0) + TRAILER_BYTES, dtype=torch.uint8)
+    filler = Filler(whole_tensors(source))
+    digests: list[str] = []
+    for bucket in plan:
+        filler.fill(bucket, buffer)
+        digests.append(seal(bucket, buffer, transfer=transfer_id, version=manifest.version))
+        with _writing(folder):
+            save_file({slot.spec.name: travelling(slot, buffer) for slot in bucket.slots}, bucket_file(folder, bucket))
+    filler.finish()
+    described = {"transfer": transfer_id, "digests": digests, "manifest": asdict(manifest)}
+    with _writing(folder):
+        (folder / MANIFEST).write_text(json.dumps(described), encoding="utf-8")
+    return digests
