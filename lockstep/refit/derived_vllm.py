@@ -65,8 +65,8 @@ def _has(names: tuple[str, ...]) -> Any:
 
 
 def _experts(engine: Any) -> Iterator[tuple[str, Any]]:
-    """Modules that place experts: those with an expert-map manager."""
-    return ((path, module) for path, module in modules(engine) if hasattr(module, "expert_map_manager"))
+    """Modules that place experts: those with an expert-map manager of their own."""
+    return ((path, module) for path, module in modules(engine) if "expert_map_manager" in vars(module))
 
 
 def _has_expert_maps(engine: Any) -> bool:

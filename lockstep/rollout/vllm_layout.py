@@ -110,12 +110,6 @@ class LiveLayout:
         targets = [write.target.rpartition(".") for name, _ in tensors for write in self._plan.writes[name]]
         return {leaf for owner, _, leaf in targets if owner == path}
 
-    def _elsewhere(self, path: str, tensors: list[tuple[str, torch.Tensor]]) -> frozenset[str]:
-        """Tensors that are never staged (router corrections) and that this unit does not write: another layer that
-        shares them does."""
-        written = {write.target for name, _ in tensors for write in self._plan.writes[name]}
-        return frozenset(leaf for leaf in self._reload.skipped_tensors if f"{path}.{leaf}" not in written)
-
     def _find_opaque(self) -> dict[str, str]:
         reasons: dict[str, str] = {}
         for writes in self._plan.writes.values():
@@ -178,7 +172,8 @@ def _layer_difference(live: torch.nn.Module, again: torch.nn.Module, elsewhere: 
                 return f"{name} is {tuple(one.shape)} {one.dtype}, loaded again {tuple(other.shape)} {other.dtype}"
             if one.numel() and (num := int((_bytes(one) != _bytes(other)).any(-1).sum())):
                 return f"{num} of {one.numel()} values of {name} differ from a second load"
-    if callable(getattr(live, "cpu_linear", None)) and hasattr(live, "weight") and live.weight.numel() == 0:
+    weight = getattr(live, "weight", None)
+    if callable(getattr(live, "cpu_linear", None)) and isinstance(weight, torch.Tensor) and weight.numel() == 0:
         return _packed_difference(live, again)
     return None
 

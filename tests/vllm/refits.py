@@ -69,6 +69,12 @@ def loaded_from_disk(family: str, seed: int) -> Answers:
     return answers(engine)
 
 
+def close_references() -> None:
+    """End the engines that ``loaded_from_disk`` started; what they said is remembered."""
+    while _KEPT:
+        _KEPT.pop().close()
+
+
 def assert_like_a_fresh_engine(engine: Any, family: str, seed: int) -> None:
     """256 of 256 greedy tokens, and log-probs by both paths."""
     mine, reference = answers(engine), loaded_from_disk(family, seed)

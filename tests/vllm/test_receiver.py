@@ -17,7 +17,15 @@ from lockstep.rollout.queued_engine import EngineUnfit
 from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.vllm_hooks import served_model
 from tests.vllm.models import greedy_tokens, registry, start_engine, tiny_model
-from tests.vllm.refits import Altered, answers, assert_like_a_fresh_engine, loaded_from_disk, refit, weights
+from tests.vllm.refits import (
+    Altered,
+    answers,
+    assert_like_a_fresh_engine,
+    close_references,
+    loaded_from_disk,
+    refit,
+    weights,
+)
 
 FAMILY = "qwen3_moe"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -29,6 +37,7 @@ def engine() -> Iterator[Any]:
     made = start_engine(tiny_model(FAMILY), derived=registry())
     yield made
     made.close()
+    close_references()
 
 
 def addresses(engine: Any) -> dict[str, int]:
