@@ -16,10 +16,18 @@ from lockstep.records import Manifest, Sequence, TensorSpec
 from lockstep.refit.names import as_checkpoint
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.refit.transports import LocalTransport
-from tests.vllm.models import greedy_tokens, start_engine, tiny_model
+from tests.vllm.models import CONFIGS, greedy_tokens, start_engine, tiny_model
 
 NUM_GREEDY = 256
 BOUND = 1e-5
+CONFIGS["gpt_oss"] = {
+    **{key: value for key, value in CONFIGS["qwen3"].items() if key != "intermediate_size"},
+    "intermediate_size": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _KEPT: list[Any] = []
 
 

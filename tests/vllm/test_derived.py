@@ -7,6 +7,7 @@ receipt names what was repaired.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,22 @@ def test_experts_that_are_not_packed_again(engines: Any, family: str) -> None:
     layers = 2 if family == "qwen3_moe" else 1
     assert report(receipt, "moe_kernel_layout").num_states == layers
     assert report(refit(engine, weights(family, 2)), "moe_kernel_layout").num_changed == layers
+
+
+def test_a_loader_that_bypasses_the_reload(engines: Any) -> None:
+    """GPT-OSS's writes experts and sinks without their weight loaders: the reload would keep the old ones."""
+    engine = engines("gpt_oss")
+    refit(engine, weights("gpt_oss", 2))
+    receiver = engine.receiver()
+    plan = receiver._plan
+    assert {path.rpartition(".")[2] for path in plan.bypassed} == {"attn", "routed_experts"}
+    receiver._plan = replace(plan, bypassed=frozenset())
+    with pytest.raises(RefitError, match="the loader wrote 0 of"):
+        refit(engine, weights("gpt_oss", 3))
+    receiver._plan = plan
+    for seed in (3, 2):
+        refit(engine, weights("gpt_oss", seed))
+        assert_like_a_fresh_engine(engine, "gpt_oss", seed)
 
 
 def test_a_head_that_is_tied_to_the_embedding(engines: Any) -> None:
