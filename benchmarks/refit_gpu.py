@@ -287,6 +287,7 @@ def ipc_phases(folder: Path, sets: list[Any], repeats: int) -> dict[str, Any]:
                 sets,
                 repeats,
             )
+        shown["profile"] = profile(engine, sets[0], transport)
         receipt = run_refit(sets[0], engine.receiver(), transport, verify=True)
         shown["claims"] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
     finally:
@@ -312,17 +313,16 @@ def own_loader(engine: Any, source: Any, repeats: int) -> dict[str, Any]:
     return {"median_s": median(seconds), "seconds": seconds}
 
 
-def profile(engine: Any, source: Any) -> list[str]:
-    """Where one refit over ``local`` spends the host's time: the 25 functions with most of it."""
+def profile(engine: Any, source: Any, transport: Any) -> list[str]:
+    """Where one refit spends this process' time: the 25 functions with most of it."""
     import cProfile
     import io
     import pstats
 
     from lockstep.refit.transaction import run_refit
-    from lockstep.refit.transports import make_transport
 
     profiler = cProfile.Profile()
-    profiler.runcall(run_refit, source, engine.receiver(), make_transport("local"), verify=False)
+    profiler.runcall(run_refit, source, engine.receiver(), transport, verify=False)
     text = io.StringIO()
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(25)
     return text.getvalue().splitlines()
@@ -335,6 +335,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     from lockstep.model.weights import ModelWeights
     from lockstep.refit.check import _folder
     from lockstep.refit.probes import OtherWeights
+    from lockstep.refit.transports import make_transport
 
     attempt = Attempt()
     attempt("copy_bandwidth_bytes_per_s", copy_bandwidth)
@@ -350,7 +351,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         refitted = attempt("greedy", lambda: greedy(engine, model.config.vocab_size))
         attempt("plain_copy", lambda: plain_copy(own, repeats))
         attempt("local", lambda: local_phases(engine, [other, own], repeats))
-        attempt("profile", lambda: profile(engine, own))
+        attempt("profile", lambda: profile(engine, own, make_transport("local")))
         attempt("own_load_weights", lambda: own_loader(engine, own, repeats))
         attempt("silent_push", lambda: silent_push(engine, model, other))
         attempt("after_the_push", lambda: proved_refits(engine, model, {"the model's": own}))

@@ -18,8 +18,13 @@ import numpy as np
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Remember GGUF files by path, and tables of tensor names, until the block ends. The file must not change in it."""
+    """Remember GGUF files by path, and tables of tensor names, until the outermost block ends. The file must not change
+    in it."""
     import gguf
+
+    if not isinstance(gguf.GGUFReader, type):  # inside such a block already
+        yield
+        return
 
     class PlainReader(gguf.GGUFReader):
         """Its file as a plain array: every one of half a million small slices of a memmap costs a Python call more."""

@@ -11,6 +11,7 @@ import torch
 from lockstep.loop import train
 from lockstep.metrics.run_folder import read_rollouts
 from lockstep.metrics.sinks import read_jsonl
+from lockstep.model.load import ModelError
 from lockstep.recipes import load_recipe
 from lockstep.rollout.receiver import TorchReceiver
 from tests.e2e.conftest import SMALL, assert_same_run, stable_rows
@@ -183,3 +184,9 @@ def test_on_policy_distillation_pulls_the_policy_to_its_teacher(tmp_path: Path) 
     assert torch.tensor(losses).isfinite().all()
     distance = [float(row["teacher_kl/mean"]) for row in rows[1:]]  # pyright: ignore[reportArgumentType]
     assert distance[-1] < 0.8 * distance[0]
+
+
+def test_expert_ids_are_refused_of_a_model_without_experts(tmp_path: Path) -> None:
+    dense = 'model.model_type="qwen3"'
+    with pytest.raises(ModelError, match=r"rollout.record_routes: Qwen3ForCausalLM has no routers"):
+        train(load_recipe("tiny-qwen3-moe", [*SMALL, dense, "rollout.record_routes=true"]), tmp_path / "run")
