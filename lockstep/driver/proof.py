@@ -94,4 +94,5 @@ class RefitProof:
             num_experts=num_experts(model) if has_experts else 0,
             context=min((one for one in contexts if one is not None), default=None),
             model_type=config.model_type,
+            padding_id=config.pad_token_id,
         )

@@ -127,6 +127,7 @@ def check_refit(
         num_experts=num_experts(model) if routers(model) else 0,
         context=context,
         model_type=config.model_type,
+        padding_id=config.pad_token_id,
         seed=seed,
     )
     say(f"{probes.num_tokens} probe tokens through {probes.coverage.text()}")

@@ -82,25 +82,28 @@ def make_probes(
     num_experts: int = 0,
     context: int | None = None,
     model_type: str = "",
+    padding_id: int | None = None,
     seed: int = 0,
     max_probes: int = MAX_PROBES,
 ) -> Probes:
     """Probes for a model. Beyond the first few, only those that reach another expert are kept, until
     ``WANTED_COVERAGE`` of them is reached, ``max_probes`` were tried, or twice as many reach nothing new.
 
-    ``score`` is the reference's; its routes count. ``num_experts`` 0: dense. ``context`` limits their length. Raises
-    ValueError if a model with experts reports no routes.
+    ``score`` is the reference's; its routes count. ``num_experts`` 0: dense. ``context`` limits their length.
+    ``padding_id`` is left out: a random model embeds it as zeros, so that an indexer scores every key alike and its
+    top-k is a toss. Raises ValueError if a model with experts reports no routes.
     """
     room = context or 1 << 20
     wanted = LONG_PROBES.get(model_type, 0)
     lengths = [min(PROBE_TOKENS, room)] * (NUM_PROBES - 1) + [min(max(wanted, PROBE_TOKENS), room)]
     random = np.random.default_rng(seed)
-    sequences = [_probe(i, random, length, vocab_size) for i, length in enumerate(lengths)]
+    allowed = np.delete(np.arange(vocab_size), padding_id) if padding_id in range(vocab_size) else np.arange(vocab_size)
+    sequences = [_probe(i, random, length, allowed) for i, length in enumerate(lengths)]
     num_made, reached = len(sequences), None
     if num_experts:
         reached = _reached(score(sequences), sequences, num_experts).any(axis=0)
         while reached.mean() < WANTED_COVERAGE and 2 * num_made <= max_probes:
-            new = [_probe(num_made + i, random, lengths[0], vocab_size) for i in range(num_made)]
+            new = [_probe(num_made + i, random, lengths[0], allowed) for i in range(num_made)]
             before, num_made = reached, 2 * num_made
             for sequence, found in zip(new, _reached(score(new), new, num_experts), strict=True):
                 if (found & ~reached).any():
@@ -117,8 +120,8 @@ def make_probes(
     return Probes(tuple(sequences), coverage)
 
 
-def _probe(index: int, random: np.random.Generator, length: int, vocab_size: int) -> Sequence:
-    tokens = random.integers(0, vocab_size, length).astype(np.int32)
+def _probe(index: int, random: np.random.Generator, length: int, allowed: np.ndarray) -> Sequence:
+    tokens = random.choice(allowed, length).astype(np.int32)
     zeros = np.zeros(length, np.int32)
     return Sequence(f"probe/{index}", tokens, np.arange(length) > 0, np.zeros(length, np.float32), zeros, zeros)
 

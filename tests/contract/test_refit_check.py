@@ -18,9 +18,6 @@ from lockstep.model.tiny import tiny_names, tiny_source
 from lockstep.refit.check import as_text, check_refit
 from lockstep.rollout.receiver import TorchReceiver
 
-SEEDS = {"tiny-deepseek-v32": 1, "tiny-glm-moe-dsa": 1}
-"""With seed 0 one token lies where decode and prefill pick other keys by the indexer's top-k, refit or not."""
-
 
 def tiny(name: str) -> RandomModel:
     source = tiny_source(name)
@@ -38,7 +35,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 @pytest.mark.parametrize("name", tiny_names())
 def test_the_embedded_engine_passes_for_every_architecture(name: str) -> None:
-    result = check_refit(tiny(name), "torch", name=name, seed=SEEDS.get(name, 0))
+    result = check_refit(tiny(name), "torch", name=name)
     assert result.ok, as_text(result)
     assert [one.weights for one in result.rounds] == ["other", "model's"]
     for one in result.rounds:
