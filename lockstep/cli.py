@@ -160,7 +160,7 @@ def export(
 
     print(write(run_dir, out, step))
     if not (out / "tokenizer_config.json").exists():
-        print("no tokenizer was written: a random model's characters have none in Hugging Face's format", file=sys.stderr)
+        print("no tokenizer was written: that of a random model has no Hugging Face format", file=sys.stderr)
 
 
 @recipes_app.command("list", epilog="Example:  lockstep recipes list")

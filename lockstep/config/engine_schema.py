@@ -81,7 +81,7 @@ class RefitConfig(Section):
         default="auto",
         description="auto: local where the engine is in this process, shm where it has its own. local: copied into the "
         "engine's own storage; shared: the engine aliases the trainer's; shm: buckets in shared memory; disk: files in "
-        "refit.folder; cuda_ipc: buckets in GPU memory (not shown).",
+        "refit.folder; cuda_ipc: buckets in GPU memory.",
     )
     bucket_bytes: int = Field(
         default=32 << 20,

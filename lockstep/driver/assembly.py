@@ -101,6 +101,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
                 yield parts
             finally:
                 close_engine(parts.engine)
+                parts.transport.close()
     finally:
         task.close()
 

@@ -38,8 +38,8 @@ def load_model(
     """A causal language model in evaluation mode with ``dtype`` weights; ``head_dtype`` as in ``RunConfig``.
 
     Parameters that the architecture declares as float32 only (router biases, hyper-connections, …) stay float32.
-    Raises ModelError if there is no such model or it would need code or a pickle, TypeError if ``head_dtype`` asks for a
-    float32 head and the model's is no plain linear layer.
+    Raises ModelError if there is no such model or it would need code or a pickle, TypeError if ``head_dtype`` asks for
+    a float32 head and the model's is no plain linear layer.
     """
     from transformers.utils import logging as transformers_logging
 

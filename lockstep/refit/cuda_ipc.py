@@ -2,7 +2,8 @@
 
 The handles are CUDA's, as torch makes them for its own multiprocessing. The sender's allocation must not be of
 expandable segments, which classic handles can't name (a start with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``
-is refused by name). **Not shown**: no machine with a GPU has run this yet; what a CPU can check is tested.
+is refused by name). Seen on one H200 with vLLM 0.24 in the second process: digests of both ends equal, live bytes equal
+(``benchmarks/refit_gpu.py``); between two GPUs it was not tried. What a CPU can check is tested.
 """
 
 from __future__ import annotations

@@ -61,6 +61,9 @@ class DiskTransport:
             claim = talk.close()
         return Transfer(sum(slot.num_bytes for bucket in plan for slot in bucket.slots), len(plan), claim)
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
     @contextmanager
     def _written(
         self, source: WeightSource, manifest: Manifest, plan: tuple[Bucket, ...], transfer_id: int

@@ -26,6 +26,11 @@ class Buffer(Protocol):
         """The memory: flat uint8."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """What the other end needs to reach it."""
         ...
@@ -35,23 +40,32 @@ class Buffer(Protocol):
         ...
 
 
+KEPT_BYTES = 256 << 20
+"""Buffers up to this size are kept from one refit to the next: to allocate them and to fault their pages in takes as
+long as to fill them several times."""
+
+
 class BucketTransport:
-    """The transports whose buckets lie in memory of kind ``allocate``: ``shm`` and ``cuda_ipc``."""
+    """The transports whose buckets lie in memory of kind ``allocate``: ``shm`` and ``cuda_ipc``.
+
+    Its buffers stay for the next transfer unless they are large or something failed; they go with it or by ``close``.
+    """
 
     def __init__(self, name: str, allocate: Callable[[int], Buffer], *, bucket_bytes: int, timeout_s: float) -> None:
         self.name = name
         self._allocate = allocate
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._kept: list[Buffer] = []
 
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
-        """Move all tensors; the memory is given back whatever happens."""
+        """Move all tensors. After a failure, or if it is much, the memory is given back."""
         manifest = source.manifest()
         plan = plan_buckets(manifest, self._bucket_bytes)
         capacity = max((bucket.num_bytes for bucket in plan), default=0) + TRAILER_BYTES
-        buffers: list[Buffer] = []
         transfer_id = secrets.randbits(62)
+        done = False
         try:
-            buffers.extend(self._allocate(capacity) for _ in plan[:IN_FLIGHT])
+            buffers = self._buffers(min(IN_FLIGHT, len(plan)), capacity)
             talk = Conversation(peer_of(receiver, manifest), self._timeout_s)
             talk.open({
                 "transport": self.name,
@@ -68,7 +82,25 @@ class BucketTransport:
                 talk.send(bucket.number, digest, {"buffer": index})
             filler.finish()
             claim = talk.close()
+            done = True
         finally:
-            for buffer in buffers:
-                buffer.close()
+            if not done or capacity > KEPT_BYTES:
+                self.close()
         return Transfer(sum(slot.num_bytes for bucket in plan for slot in bucket.slots), len(plan), claim)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        kept, self._kept = self._kept, []
+        for buffer in kept:
+            buffer.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _buffers(self, count: int, capacity: int) -> list[Buffer]:
+        """Kept buffers if they suffice, else new ones in their place."""
+        if len(self._kept) < count or any(buffer.num_bytes < capacity for buffer in self._kept):
+            self.close()
+            for _ in range(count):
+                self._kept.append(self._allocate(capacity))
+        return self._kept[:count]

@@ -29,6 +29,10 @@ class Transport(Protocol):
 
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer: ...
 
+    def close(self) -> None:
+        """Give back what it keeps from one refit to the next."""
+        ...
+
 
 def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
     """The source's tensors, for transports that need each whole. Raises ValueError on a shard of one."""

@@ -6,7 +6,7 @@
 | ``shared`` | the same process | the engine's parameters become aliases of the trainer's live storage; there is no second copy to fall back on, so the receipt names it |
 | ``shm`` | processes of one machine | buckets in shared memory, two in flight, a digest each (``pipeline``, ``shm``) |
 | ``disk`` | machines that see one folder | a folder of safetensors, written beside and renamed (``disk``) |
-| ``cuda_ipc`` | processes on one GPU or its peers | as ``shm``, in GPU memory (``cuda_ipc``); not shown |
+| ``cuda_ipc`` | processes on one GPU or its peers | as ``shm``, in GPU memory (``cuda_ipc``) |
 """  # noqa: E501  rows of a table
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class LocalTransport:
         receiver.receive(counter.counted(whole_tensors(source)))
         return Transfer(counter.num_bytes, 0, _no_wire(self.name))
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
 
 class SharedTransport:
     """No copy: the engine aliases the trainer's live weights."""
@@ -60,6 +63,9 @@ class SharedTransport:
         """Alias all tensors: nothing moves."""
         receiver.alias(whole_tensors(source))
         return Transfer(0, 0, _no_wire(self.name))
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def make_transport(name: TransportName, settings: RefitConfig | None = None) -> Transport:

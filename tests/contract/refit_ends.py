@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,16 @@ def shared_memory(process_id: int | None = None) -> set[str]:
 
 
 def assert_nothing_left(before: set[str]) -> None:
-    """No shared memory is there that was not before."""
+    """No shared memory is there that was not before, once transports have given back what they keep."""
+    for transport in _made:
+        transport.close()
     if shared_memory() - before:
         gc.collect()  # what a caught error's traceback still holds is no leak
     assert shared_memory() - before == set()
+
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Transports that a test may still hold: what they keep for the next refit is no leak."""
 
 
 def any_transport(name: str, folder: Path, *, bucket_bytes: int = 4096, timeout_s: float = 20.0) -> Any:
@@ -160,4 +167,6 @@ def any_transport(name: str, folder: Path, *, bucket_bytes: int = 4096, timeout_
     from lockstep.refit.transports import make_transport
 
     settings = RefitConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=str(folder))
-    return make_transport(name, settings)  # pyright: ignore[reportArgumentType]
+    made = make_transport(name, settings)  # pyright: ignore[reportArgumentType]
+    _made.add(made)
+    return made

@@ -81,7 +81,9 @@ def test_other_shapes_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     trainer(moe_intermediate_size=64).save(tmp_path / "checkpoint")
     subject = trainer()
     before = state(subject)
-    with pytest.raises(TrainerStateError, match=r"down_proj: shape \(8, 64, 64\) in the checkpoint, \(8, 64, 32\) here"):
+    with pytest.raises(
+        TrainerStateError, match=r"down_proj: shape \(8, 64, 64\) in the checkpoint, \(8, 64, 32\) here"
+    ):
         subject.load(tmp_path / "checkpoint")
     assert equal(state(subject), before)
 
