@@ -215,7 +215,7 @@ def refit_other(parts: Parts, folder: RunFolder, step: int) -> None:
     folder.append_refit({"step": step, "weights": "other", **receipt.as_dict(), **probed(behaves)})
 
 
-def probed(behaves: Behaviour | None) -> Row:
+def probed(behaves: Behaviour | None) -> dict[str, object]:
     """What the probes of a refit showed, for its receipt."""
     return {"probes": behaves.measured.as_dict()} if behaves is not None and behaves.measured is not None else {}
 

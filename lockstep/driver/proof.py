@@ -67,7 +67,11 @@ class RefitProof:
 
     def _alone(self, sequences: Any) -> dict[str, LogProbs]:
         """Each probe by itself: what packing or padding does is the gate's to judge, not the refit's."""
-        return {name: one for sequence in sequences for name, one in self._trainer.logprobs([sequence]).items()}
+        return {
+            name: one
+            for sequence in sequences
+            for name, one in self._trainer.logprobs([sequence], replay=False).items()
+        }
 
     def _check(self, reference: Any) -> Behaviour | None:
         if self._bound is None:
@@ -89,7 +93,7 @@ class RefitProof:
         has_experts = bool(routers(model))
         contexts = (getattr(config, "max_position_embeddings", None), self._longest)
         return make_probes(
-            lambda sequences: self._trainer.logprobs(sequences, routes=has_experts),
+            lambda sequences: self._trainer.logprobs(sequences, routes=has_experts, replay=False),
             vocab_size=self._vocab_limit,
             num_experts=num_experts(model) if has_experts else 0,
             context=min((one for one in contexts if one is not None), default=None),

@@ -97,7 +97,7 @@ def make_probes(
     wanted = LONG_PROBES.get(model_type, 0)
     lengths = [min(PROBE_TOKENS, room)] * (NUM_PROBES - 1) + [min(max(wanted, PROBE_TOKENS), room)]
     random = np.random.default_rng(seed)
-    allowed = np.delete(np.arange(vocab_size), padding_id) if padding_id in range(vocab_size) else np.arange(vocab_size)
+    allowed = np.array([token for token in range(vocab_size) if token != padding_id])
     sequences = [_probe(i, random, length, allowed) for i, length in enumerate(lengths)]
     num_made, reached = len(sequences), None
     if num_experts:

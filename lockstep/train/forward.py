@@ -79,6 +79,15 @@ class PolicyForward:
         replays = self.replay is not None and mask.any()
         return WantedTokens(sequence.tokens, mask, self.replay.check(sequence) if self.replay and replays else None)
 
+    @contextmanager
+    def own_routes(self) -> Iterator[None]:
+        """Inside, nothing is replayed: the model's own routers decide."""
+        replay, self.replay = self.replay, None
+        try:
+            yield
+        finally:
+            self.replay = replay
+
     def attention(self) -> AbstractContextManager[None]:
         """To be held over a forward *and* its backward, which may run layers again (gradient checkpointing)."""
         return row_attention(self.split.model.config) if self.flat else nullcontext()

@@ -212,9 +212,11 @@ class FsdpTrainer:
         positions: Literal["sampled", "all"] = "sampled",
         top1: bool = False,
         routes: bool = False,
+        replay: bool = True,
     ) -> dict[str, LogProbs]:
-        """Log-probs under the live weights, without a gradient; see ``PolicyForward.score``."""
-        with span("logprobs"):
+        """Log-probs under the live weights, without a gradient; see ``PolicyForward.score``. ``replay`` False: the
+        model's own routers decide, even if training replays the engine's."""
+        with span("logprobs"), nullcontext() if replay else self.forward.own_routes():
             return self.forward.score(sequences, self._version, positions=positions, top1=top1, routes=routes)
 
     def weights(self) -> ModelWeights:
