@@ -94,6 +94,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plain = Copy(source)
     engines: dict[str, Any] = {"local": TorchEngine(model, RolloutConfig())}
     engines["shm"] = engines["disk"] = start_engine(described, timeout_s=settings.timeout_s)
+    transports = {name: make_transport(name, settings) for name in engines}  # pyright: ignore[reportArgumentType]
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", *engines)}
     receipts: dict[str, Any] = {}
     try:
@@ -101,8 +102,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             copied = plain.seconds()
             for name, engine in engines.items():
                 verify = repeat == arguments.repeats
-                transport = make_transport(name, settings)  # pyright: ignore[reportArgumentType]
-                receipts[name] = run_refit(source, engine.receiver(), transport, verify=verify)
+                receipts[name] = run_refit(source, engine.receiver(), transports[name], verify=verify)
                 if repeat:
                     seconds[name].append(receipts[name].transfer_s)
             if repeat:
