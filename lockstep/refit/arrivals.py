@@ -32,6 +32,7 @@ class _Transfer:
 
     plan: tuple[Bucket, ...]
     take: Take
+    keep: bool  # whether the sender keeps its buffers for the next transfer
     digests: list[str] = field(default_factory=list)
 
 
@@ -68,7 +69,7 @@ class Arrivals:
             take: Take = FolderReader(Path(message["path"]), manifest, plan, transfer_id)
         else:
             take = _MemoryReader(self._attached(message), transfer_id, manifest.version)
-        self._transfer = _Transfer(plan, take)
+        self._transfer = _Transfer(plan, take, keep=bool(message.get("keep")))
         return {}
 
     def _attached(self, message: dict[str, Any]) -> list[torch.Tensor]:
@@ -99,6 +100,8 @@ class Arrivals:
 
     def _finish(self, transfer: _Transfer) -> dict[str, Any]:
         self._transfer = None
+        if not transfer.keep:
+            self._buffers = {}
         if len(transfer.digests) != len(transfer.plan):
             raise TransferError(f"the transfer ended after {len(transfer.digests)} of {len(transfer.plan)} buckets")
         return {"digest": fold(transfer.digests), "num_buckets": len(transfer.digests)}

@@ -72,6 +72,7 @@ class BucketTransport:
                 "transfer": transfer_id,
                 "bucket_bytes": self._bucket_bytes,
                 "buffers": [buffer.describe() for buffer in buffers],
+                "keep": capacity <= KEPT_BYTES,
             })  # fmt: skip
             filler = Filler(whole_tensors(source))
             for bucket in plan:
