@@ -1,7 +1,8 @@
 """Timing as Chrome/Perfetto events: ``with span("rollout"): …``.
 
 A span is recorded when it closes, in the recorder installed by ``recording``; with none installed it costs two clock
-reads. Phases are compared by their names, so a name says what is done, not where.
+reads. Phases are compared by their names, so a name says what is done, not where. Spans of one name add up: one must
+never lie inside another of its name, or its time counts twice.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class FsdpTrainer:
     ) -> dict[str, LogProbs]:
         """Log-probs under the live weights, without a gradient; see ``PolicyForward.score``. ``replay`` False: the
         model's own routers decide, even if training replays the engine's."""
-        with span("logprobs"), nullcontext() if replay else self.forward.own_routes():
+        with span("forward/logprobs"), nullcontext() if replay else self.forward.own_routes():
             return self.forward.score(sequences, self._version, positions=positions, top1=top1, routes=routes)
 
     def weights(self) -> ModelWeights:
