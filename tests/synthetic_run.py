@@ -96,18 +96,20 @@ def metric_row(step: int, steps: int, rng: np.random.Generator) -> dict[str, obj
         "verdict/status": "pass",
         "verdict/sentence": f"abs_diff/mean {mean:.4f} is within 0.02 on 1,024 tokens",
         "time/rollout_s": 2.1 + rng.normal(0, 0.1),
+        "time/logprobs_s": 0.4,
         "time/train_s": 3.2 + rng.normal(0, 0.1),
         "time/optim_s": 0.3,
         "time/refit_s": 0.25,
         "throughput/generated_tokens_per_s": 780 + rng.normal(0, 25),
         "throughput/trained_tokens_per_s": 520 + rng.normal(0, 20),
         "memory/peak_rss_bytes": int(3.1e9 + 4e8 * share),
-        "tokens/generated": 1024,
-        "policy/entropy": 0.9 - 0.6 * share,
+        "length_tokens/mean": 4.0,
+        "num_rollouts": 16.0,
     }
     if step % 5 == 0 or step == steps:
         row |= {"eval/accuracy": right - 0.02, "eval/format": form, "eval/reward": right * 1.18, "time/eval_s": 1.4}
     row["time/step_s"] = sum(float(v) for k, v in row.items() if k.startswith("time/") and isinstance(v, float)) + 0.2
+    row["time/score_s"] = 0.3  # within the rollout
     if step % 10 == 0:
         row["time/save_s"] = 1.1
     return row

@@ -191,7 +191,7 @@ DRIVER = """
   for (const figure of document.querySelectorAll("figure[data-chart]"))
     result.tips[figure.dataset.chart] = move(figure.querySelector("svg rect[fill=transparent]"));
   result.token = move(document.querySelector(".tok"));
-  change("explorer-key", "tokens/generated");
+  change("explorer-key", "length_tokens/mean");
   result.explorer = document.querySelector("#explorer figcaption").textContent;
   change("sample-step", "1");
   const selected = () => document.querySelector(".item[aria-selected=true] .text").textContent;
@@ -227,7 +227,7 @@ def test_hovering_choosing_and_keys_work(report: Path, tmp_path: Path) -> None:
     assert re.match(r"step 20rollout\d.*sum\d", result["tips"]["time"])
     assert "token id" in result["token"]
     assert "train − rollout" in result["token"]
-    assert result["explorer"].startswith("tokens/generated")
+    assert result["explorer"].startswith("length_tokens/mean")
     assert result["first"] != result["second"]
     assert result["items"]["all"] == result["items"]["far"] == 16
     assert result["items"]["right"] + result["items"]["wrong"] == 16

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.metrics.report import write_report
+from lockstep.driver.rows import PHASES
+from lockstep.metrics.report import charts, write_report
+from lockstep.metrics.report.charts import INSIDE_ANOTHER, explorer_series
 from lockstep.metrics.report.collect import collect
 from lockstep.metrics.report.page import escape_json, render_page
 from lockstep.metrics.report.samples import MAX_TOKENS, choose_samples, spread
@@ -107,6 +109,7 @@ def test_phases_and_the_rest_add_up_to_the_step(run: Path) -> None:
     time = chart(data, "time")
     assert [series["label"] for series in time["series"]] == [
         "rollout",
+        "logprobs",
         "train",
         "optim",
         "refit",
@@ -119,6 +122,15 @@ def test_phases_and_the_rest_add_up_to_the_step(run: Path) -> None:
     steps = [row.get("time/step_s", 0.0) for row in collect(run).rows]
     np.testing.assert_allclose(sums, steps)
     assert "note" not in time
+
+
+def test_a_phase_inside_another_is_not_stacked(run: Path) -> None:
+    assert any("time/score_s" in row for row in collect(run).rows)
+    assert "time/score_s" in explorer_series(collect(run)), "it is there to choose"
+    nested = {metric for metric, phase in PHASES.items() if "/" in phase}
+    assert {f"time/{phase}_s" for phase in INSIDE_ANOTHER} == nested
+    with_another = {metric.removeprefix("time/").removesuffix("_s") for metric in PHASES} - {"step"}
+    assert {*charts.PHASES, *INSIDE_ANOTHER} == with_another
 
 
 def test_overlapping_phases_are_said(tmp_path: Path) -> None:

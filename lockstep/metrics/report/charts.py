@@ -13,11 +13,14 @@ import math
 from lockstep.metrics.metric import unit_of
 from lockstep.metrics.report.collect import RunData, number
 
-PHASES = ("rollout", "reward", "logprobs", "train", "optim", "refit", "eval", "save")
+PHASES = ("rollout", "logprobs", "train", "optim", "refit", "eval", "save")
 """Phases in the order in which a step runs them; other ``time/*_s`` follow in the order of their names."""
 
 OUTSIDE_STEP = ("save",)
 """Phases that run after the step's own clock has stopped: they stand on top of ``time/step_s``."""
+
+INSIDE_ANOTHER = ("score",)
+"""Phases that lie inside others, as scoring does in rollout and eval: stacked, their time would count twice."""
 
 MAX_EXPLORER_VALUES = 400_000
 
@@ -127,7 +130,7 @@ def _time_by_phase(run: RunData) -> Chart:
         for row in run.rows
         for name, value in row.items()
         if name.startswith("time/") and name.endswith("_s") and number(value) is not None
-    } - {"step"}
+    } - {"step", *INSIDE_ANOTHER}
     present = {
         phase for phase in present if "/" not in phase
     }  # parts of a phase, such as refit/transfer, are within it

@@ -120,8 +120,7 @@ def _time_tile(run: RunData) -> list[Tile]:
     seconds = [value for _, value in _measured(run, "time/step_s") if math.isfinite(value)]
     if not seconds:
         return []
-    tokens = sum(value for _, value in _measured(run, "tokens/generated") if math.isfinite(value))
-    detail = f"{len(seconds)} steps, median {median(seconds):.3g} s" + (f"; {tokens:,.0f} tokens" if tokens else "")
+    detail = f"{len(seconds)} steps, median {median(seconds):.3g} s"
     return [{"label": "Time", "value": _duration(sum(seconds)), "detail": detail}]
 
 
