@@ -99,7 +99,10 @@ class GateConfig(Section):
         default=32, ge=1, description="Tokens that a step needs for far_factor; with fewer it is one breach."
     )
     baseline_steps: int = Field(
-        default=8, ge=0, description="First judged steps whose median is the run's own baseline; 0: no drift check."
+        default=8,
+        ge=0,
+        description="First judged steps whose median is the run's own baseline; 0 steps or "
+        "a median of 0: no drift check.",
     )
     drift_factor: float = Field(
         default=4.0, gt=1, description="A median of the last window above this many times the baseline is a failure."

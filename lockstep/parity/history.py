@@ -8,8 +8,9 @@ median of the window > drift_factor × baseline    ─▶ failure, though every 
 
 The baseline is the median of the first ``baseline_steps`` judged values. In a healthy run agreement gets better as the
 policy grows surer, so a median several times the first ones is a fault that grows slowly. Medians on both sides, since
-single steps are odd for harmless reasons. Breach and drift both need the value of this very step to be too large, so
-that a run that has recovered passes, and a smaller value never gets the worse finding.
+single steps are odd for harmless reasons. A baseline of 0 (first steps that agreed bit for bit) or less has no multiple
+that could be a limit: there is no drift then, and the bound alone judges. Breach and drift both need the value of this
+very step to be too large, so that a run that has recovered passes, and a smaller value never gets the worse finding.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class History:
         return Finding(bound, value, "within" if drift is None else "failure", False, why + (drift or ""))
 
     def _drift(self, value: float, config: GateConfig) -> str | None:
-        """Words for a drift away from the run's own first steps; None while there is none or no baseline yet."""
+        """Words for a drift away from the run's own first steps; None without one, or without a baseline above 0."""
         if not config.baseline_steps or len(self.first) < config.baseline_steps or len(self.recent) < config.window:
             return None
         start, now = median(self.first), median(self.recent)
-        if value <= config.drift_factor * start or now <= config.drift_factor * start:
+        if start <= 0 or value <= config.drift_factor * start or now <= config.drift_factor * start:
             return None
         return (
             f", but the run drifts: the median of the last {len(self.recent)} judged steps, {now:.4g}, is above "

@@ -88,10 +88,12 @@ def test_single_odd_steps_are_no_drift_and_neither_is_agreement_that_gets_better
     )
 
 
-def test_bitwise_agreement_that_is_lost_is_a_drift() -> None:
-    result = statuses(gate(), [0.0] * 8 + [1e-6] * 8)
-    assert result[:8] == ["pass"] * 8
-    assert result[-1] == "stop"
+def test_first_steps_that_agree_bit_for_bit_are_no_baseline_for_a_drift() -> None:
+    judge = gate()
+    assert set(statuses(judge, [0.0] * 8 + [1e-6] * 16)) == {"pass"}
+    assert statuses(judge, [1.5, 1.5]) == ["warn", "stop"], "the bound goes on judging"
+    assert set(statuses(gate(), [0.0] * 5 + [1e-6] * 19)) == {"pass"}, "a median of 0, though some steps are not"
+    assert statuses(gate(), [0.0] * 3 + [1e-9] * 5 + [1e-6] * 8)[-1] == "stop", "a small median is a baseline"
 
 
 def two_metrics(**changes) -> Gate:
