@@ -25,7 +25,7 @@ def test_a_benchmark_imports_without_its_extra(name: str) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("name", ["end_to_end", "start", "quickstart_seeds", "machine"])
+@pytest.mark.parametrize("name", ["end_to_end", "start", "quickstart_seeds", "machine", "generation"])
 def test_a_benchmark_explains_its_arguments(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
