@@ -59,7 +59,10 @@ def test_killed_between_steps_and_inside_a_save_it_ends_like_the_straight_run(
     kill(second)
     third = start(run_dir)  # inside a later save
     before = set(partial[0].parent.iterdir())
-    wait_for(third, lambda: any("partial" in entry.name for entry in set(partial[0].parent.iterdir()) - before))
+    saving = wait_for(
+        third, lambda: any("partial" in entry.name for entry in set(partial[0].parent.iterdir()) - before)
+    )
+    assert saving, "the run ended before a save was seen"
     kill(third)
     code, _, err = run(run_dir)
     assert code == 0, err
