@@ -146,7 +146,7 @@ class Attempt:
         begin = time.perf_counter()
         try:
             self.found[name] = action()
-        except Exception as error:  # reported, not hidden: the machine is lent for minutes
+        except Exception as error:  # reported, not hidden: GPU time is scarce
             traceback.print_exc()
             self.found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)

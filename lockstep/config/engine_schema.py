@@ -39,7 +39,8 @@ class RolloutConfig(Section):
 
     engine: Literal["torch", "vllm"] = Field(
         default="torch",
-        description="torch: embedded, transformers' modules; vllm: vLLM in this process (needs its own environment).",
+        description="torch: embedded, transformers' modules; vllm: vLLM, in the trainer's process or, with "
+        'rollout.process = "separate", in its own (needs its own environment).',
     )
     process: Literal["inline", "separate"] = Field(
         default="inline",
