@@ -96,7 +96,7 @@ def one_step(parts: Any, folder: Any, step: int, cursor: int, stop: Any) -> tupl
     from lockstep import loop
 
     sampled = parts.sampler.sample(step, cursor)
-    trained = loop.train_on(parts, sampled.rollouts, step, stop)
+    trained = loop.train_on(parts, sampled, step, stop)
     if trained.verdict is not None and trained.stopped:
         raise RuntimeError(f"the gate stopped step {step}: {trained.verdict.sentence}")
     folder.write_rollouts(step, sampled.rollouts, trained.logprobs)

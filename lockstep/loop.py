@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +50,7 @@ from lockstep.parity.rows import agreement_row, token_details
 from lockstep.records import Batch, FloatArray, RouteArray, TrainSequence
 from lockstep.refit.behaves import Behaviour
 from lockstep.refit.probes import OtherWeights
-from lockstep.refit.transaction import Receipt, run_refit
+from lockstep.refit.transaction import Receipt, RefitError, run_refit
 from lockstep.spans import Recorder, recording, span
 from lockstep.train.advantages import prepare
 from lockstep.train.corrections import apply_corrections
@@ -68,6 +70,7 @@ def run_sync(
     """
     config = parts.config
     stopping = stop.requested
+    recorder.take_totals()  # refits and an evaluation before the first step are not its time
     while progress.step < config.steps and not stopping:
         step = progress.step + 1
         with span("step"):
@@ -198,7 +201,8 @@ def refit(parts: Parts, folder: RunFolder, step: int) -> Receipt:
     with span("refit"):
         behaves = parts.proof.of_policy() if verify else None
         source, receiver = parts.trainer.weights(), parts.engine.receiver()
-        receipt = run_refit(source, receiver, parts.transport, verify=verify, behaves=behaves)
+        with filed_if_refused(folder, {"step": step, "weights": "policy"}, behaves):
+            receipt = run_refit(source, receiver, parts.transport, verify=verify, behaves=behaves)
     folder.append_refit({"step": step, "weights": "policy", **receipt.as_dict(), **probed(behaves)})
     return receipt
 
@@ -211,8 +215,20 @@ def refit_other(parts: Parts, folder: RunFolder, step: int) -> None:
     other = OtherWeights(parts.trainer.weights())
     with span("refit"):
         behaves = parts.proof.of_other(other)
-        receipt = run_refit(other, parts.engine.receiver(), parts.transport, verify=True, behaves=behaves)
+        with filed_if_refused(folder, {"step": step, "weights": "other"}, behaves):
+            receipt = run_refit(other, parts.engine.receiver(), parts.transport, verify=True, behaves=behaves)
     folder.append_refit({"step": step, "weights": "other", **receipt.as_dict(), **probed(behaves)})
+
+
+@contextmanager
+def filed_if_refused(folder: RunFolder, what: dict[str, object], behaves: Behaviour | None) -> Iterator[None]:
+    """A refit that fails is filed as well, with the claims that were looked at: it is the one that will be read."""
+    try:
+        yield
+    except RefitError as error:
+        found = {} if error.receipt is None else error.receipt.as_dict()
+        folder.append_refit(what | {"error": str(error)} | found | probed(behaves))
+        raise
 
 
 def probed(behaves: Behaviour | None) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from lockstep.config.gate_checks import bounds_for, fitting_bounds
 from lockstep.config.process_checks import chosen_transport
-from lockstep.config.schema import AlgorithmConfig, BoundConfig, ModelSource, PromptConfig, RunConfig
+from lockstep.config.schema import AlgorithmConfig, BoundConfig, GgufModel, ModelSource, PromptConfig, RunConfig
 from lockstep.driver.engines import build_engine, close_engine, served_length
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.proof import RefitProof
@@ -90,7 +90,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     try:
         with span("start/task"):
             say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS, say=say)))
-        with span("start/load"), parsed_once():
+        with span("start/load"), parsed_once() if isinstance(config.model, GgufModel) else nullcontext():
             tokenizer = load_tokenizer(config.model)
             model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
         if config.rollout.record_routes and not routers(model):

@@ -72,19 +72,20 @@ def evidence_of(target: str, overrides: Seq[str], step: int | None) -> Iterator[
 def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool) -> int:
     """Every pair that the deployment needs, as a table. Returns 1 if one is above the bound or was not measured."""
     with evidence_of(target, overrides, step) as evidence:
-        bound = evidence.bounds[0]
+        bounds = {bound.metric: bound.bound for bound in evidence.bounds}
         pairs = plan(Deployment.of(evidence.config))
         say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
-        results = measure_pairs(evidence.bench, pairs, bound.metric, bound.bound)
+        results = measure_pairs(evidence.bench, pairs, bounds)
     if as_json:
         print(json.dumps({"note": evidence.note, "exact": evidence.exact, "pairs": [_plain(one) for one in results]}))
     else:
         rows = [[one.pair.name, one.pair.isolates, *_numbers(one.agreement), _word(one)] for one in results]
-        print_table(f"{bound.metric}, bound {bound.bound:g}", ["pair", "isolates", *SHOWN, "tokens", "judgement"], rows)
-        links, whole = results[:-1], results[-1]
-        total = sum(one.value or 0.0 for one in links)
-        if bound.metric == "abs_diff/mean" and whole.value is not None:
-            print(f"the links add up to {total:.3g}; their ends differ by {whole.value:.3g}, which can't be more")
+        title = ", ".join(f"{metric} bound {bound:g}" for metric, bound in bounds.items())
+        print_table(title, ["pair", "isolates", *SHOWN, "tokens", "judgement"], rows)
+        means = [one.agreement.metrics.get("abs_diff/mean") for one in results]
+        if all(mean is not None for mean in means):
+            total = sum(mean or 0.0 for mean in means[:-1])
+            print(f"the links add up to {total:.3g}; their ends differ by {means[-1]:.3g}, which can't be more")
     return DONE if all(one.holds for one in results) else FAILED
 
 
@@ -159,7 +160,7 @@ def attribute_evidence(
     again, is *unexplained*: what caused it is not among the things that re-scoring rebuilds."""
     bench = evidence.bench
     recorded = bench.as_recorded()
-    bound = _judged_bound(evidence.bounds, recorded)
+    bound = _judged_bound(evidence, recorded)
     chosen = choose_factors(builtin_factors(bench), factors)
     result = attribute(bench.evaluator(chosen), chosen, bound.bound, budget, metric=bound.metric, full=full)
     told = sentence(result)
@@ -173,13 +174,28 @@ def attribute_evidence(
     return result, told
 
 
-def _judged_bound(bounds: Seq[BoundConfig], recorded: Scores | None) -> BoundConfig:
-    """The first bound that the recorded batch fails, else the first that can be resampled. Raises ReplayError."""
-    usable = [bound for bound in bounds if bound.metric in METRICS]
+def _judged_bound(evidence: Evidence, recorded: Scores | None) -> BoundConfig:
+    """The first bound that the recorded batch fails, else the first that can be resampled. Raises ReplayError if there
+    is none, or if all that it fails are on metrics that can't be."""
+    usable = [bound for bound in evidence.bounds if bound.metric in METRICS]
     if not usable:
-        names = ", ".join(bound.metric for bound in bounds)
+        names = ", ".join(bound.metric for bound in evidence.bounds)
         raise ReplayError(f"no bound of this run is on a metric that can be resampled by rollout: {names}")
-    return next((b for b in usable if recorded is not None and _fails(recorded, b)), usable[0])
+    failed = [bound for bound in usable if recorded is not None and _fails(recorded, bound)]
+    if not failed and recorded is not None and (others := _failed_elsewhere(evidence)):
+        raise ReplayError(
+            f"the recorded batch is above its bound on {', '.join(others)}, which can't be resampled by rollout; those "
+            f"that can, {', '.join(bound.metric for bound in usable)}, are within theirs"
+        )
+    return next(iter(failed), usable[0])
+
+
+def _failed_elsewhere(evidence: Evidence) -> list[str]:
+    """Bounded metrics that can't be resampled and are above their bound in the recorded batch."""
+    ours, theirs = _recorded(evidence, trainer=True), _recorded(evidence, trainer=False)
+    metrics = measure_scores(ours, theirs, evidence.bench.sequences).metrics
+    others = [bound for bound in evidence.bounds if bound.metric not in METRICS]
+    return [bound.metric for bound in others if not (metrics.get(bound.metric) or 0.0) <= bound.bound]
 
 
 def _fails(scores: Scores, bound: BoundConfig) -> bool:
@@ -243,7 +259,7 @@ def _numbers(agreement: Agreement) -> list[str]:
 
 
 def _word(one: Measured) -> str:
-    return "unjudged" if one.holds is None else "holds" if one.holds else "ABOVE THE BOUND"
+    return "unjudged" if one.holds is None else "holds" if one.holds else f"ABOVE THE BOUND on {one.metric}"
 
 
 def _plain(one: Measured) -> dict[str, Any]:
@@ -252,6 +268,7 @@ def _plain(one: Measured) -> dict[str, Any]:
         "pair": pair.name,
         "isolates": pair.isolates,
         "reason": pair.reason,
+        "metric": one.metric,
         "bound": one.bound,
         "holds": one.holds,
         **_finite(one.agreement.flat("")),

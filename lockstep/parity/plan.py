@@ -17,6 +17,7 @@ that trains on them compares version with version.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -72,13 +73,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One pair's agreement, and whether its metric is at or below the bound (None: nothing was measured)."""
+    """One pair's agreement, and whether every metric with a bound is at or below it (None: nothing was measured).
+
+    ``metric``, ``value`` and ``bound`` are those of the first one that is not, else of the first one.
+    """
 
     pair: Pair
     agreement: Agreement
     value: float | None
     bound: float
     holds: bool | None
+    metric: str
 
 
 def plan(deployment: Deployment) -> tuple[Pair, ...]:
@@ -108,8 +113,9 @@ ENDS = Pair("sampled", "trained", "all of it", "what the gate judges")
 """The two ends of the chain."""
 
 
-def measure_pairs(bench: Bench, pairs: Seq[Pair], metric: str, bound: float) -> list[Measured]:
-    """Score the recorded tokens at every node once and compare the pairs, the ends of the chain last.
+def measure_pairs(bench: Bench, pairs: Seq[Pair], bounds: Mapping[str, float]) -> list[Measured]:
+    """Score the recorded tokens at every node once and compare the pairs, the ends of the chain last. ``bounds`` by
+    metric; a pair holds if it is within all of them.
 
     Raises ValueError for a pair with ``older``, which a bench of one version can't score.
     """
@@ -125,9 +131,11 @@ def measure_pairs(bench: Bench, pairs: Seq[Pair], metric: str, bound: float) -> 
     results = []
     for pair in [*pairs, ENDS]:
         agreement = measure_scores(scored[pair.second], scored[pair.first], fresh)
-        value = agreement.metrics.get(metric)
-        holds = None if agreement.unjudged else value is not None and value <= bound and not agreement.num_nonfinite
-        results.append(Measured(pair, agreement, value, bound, holds))
+        found = {metric: agreement.metrics.get(metric) for metric in bounds}
+        above = [metric for metric, value in found.items() if value is None or not value <= bounds[metric]]
+        shown = next(iter(above), next(iter(bounds)))
+        holds = None if agreement.unjudged else not above and not agreement.num_nonfinite
+        results.append(Measured(pair, agreement, found[shown], bounds[shown], holds, shown))
     return results
 
 

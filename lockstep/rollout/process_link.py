@@ -150,7 +150,8 @@ class EngineProcess:
         """End the process: politely, then by its process id. Calling it again does nothing."""
         self._closing = True
         if self._dead is None:
-            self._channel.try_send({"op": "close", "id": -1})
+            with suppress(WireError):  # it may have ended by itself
+                self._channel.try_send({"op": "close", "id": -1})
             try:
                 self._process.wait(_CLOSE_S)
             except subprocess.TimeoutExpired:

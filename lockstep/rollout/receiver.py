@@ -128,6 +128,7 @@ class TorchReceiver:
         self._specs: dict[str, TensorSpec] = {}
         self._received: set[str] = set()
         self._whole = True  # no refit broke off since the weights were last complete
+        self._aliased: set[int] = set()  # ids of live tensors that have someone else's storage
 
     def begin(self, manifest: Manifest) -> None:
         """Check the manifest both ways, then stop admission. Raises RefitRefused and leaves the engine as it was."""
@@ -138,7 +139,11 @@ class TorchReceiver:
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._received = set()
         self._manifest = manifest
-        self._host.refit_begun()
+        try:
+            self._host.refit_begun()
+        except BaseException as error:
+            self.abort(f"version {manifest.version} could not be begun: {error}")
+            raise
 
     def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into the live storage. May be called several times (buckets)."""
@@ -225,8 +230,12 @@ class TorchReceiver:
                     for weight in self._targets[name]:
                         if alias:
                             weight.tensor.data = tensor.detach()
-                        else:
-                            weight.tensor.copy_(tensor)
+                            self._aliased.add(id(weight.tensor))
+                            continue
+                        if id(weight.tensor) in self._aliased:  # a copy must not go into the trainer's own weights
+                            weight.tensor.data = torch.empty_like(weight.tensor)
+                            self._aliased.discard(id(weight.tensor))
+                        weight.tensor.copy_(tensor)
                     self._received.add(name)
         except BaseException as error:
             self.abort(f"the transfer of version {manifest.version} broke off: {error}")

@@ -122,6 +122,7 @@ class VllmEngine(QueuedEngine):
         else:
             logger.warning("vLLM frees no memory on this platform: sleep at level %d only stops admission", level)
         if level == 2:
+            self._receiver.weights_given_up()
             self._unfit = "woken from sleep at level 2, which gives the weights up"
         return freed
 

@@ -55,8 +55,9 @@ class LiveLayout:
 
     def places(self) -> dict[str, tuple[tuple[torch.Tensor, Geometry], ...]] | None:
         """For each name the views of live storage that it fills and the part of it that goes there; None if a layer is
-        opaque, a tensor is computed on its way, or a live tensor is not one piece of storage."""
-        if self._opaque_layers:
+        opaque, a tensor is computed on its way, a live tensor is not one piece of storage, or some module derives more
+        after loading (latent attention, kernels with a layout or a copy of their own)."""
+        if self._opaque_layers or any(map(_derives_after_loading, self._model.modules())):
             return None
         places: dict[str, tuple[tuple[torch.Tensor, Geometry], ...]] = {}
         for name, writes in self._plan.writes.items():
@@ -68,6 +69,11 @@ class LiveLayout:
                 pieces.append((_part(live, write.region), write.source))
             places[name] = tuple(pieces)
         return places
+
+    def addresses(self) -> dict[str, int]:
+        """Where each live tensor lies now."""
+        targets = {write.target for writes in self._plan.writes.values() for write in writes}
+        return {target: self._tensor(target).data_ptr() for target in targets}
 
     def opaque(self) -> dict[str, str]:
         """Names in layers whose layout can't be undone, each with the reason."""
@@ -137,6 +143,16 @@ class LiveLayout:
     def _tensor(self, target: str) -> torch.Tensor:
         path, _, leaf = target.rpartition(".")
         return getattr(self._model.get_submodule(path), leaf).detach()
+
+
+def _derives_after_loading(module: torch.nn.Module) -> bool:
+    """Whether vLLM computes something of this module after a load. Plain attention hands the call on to its back end,
+    of which the base class does nothing."""
+    if not callable(getattr(module, "process_weights_after_loading", None)):
+        return False
+    hook = getattr(type(getattr(module, "impl", None)), "process_weights_after_loading", None)
+    idle = hook is not None and hook.__qualname__.startswith("AttentionImpl")
+    return not (type(module).__name__ == "Attention" and idle)
 
 
 def _layer_reason(layer: torch.nn.Module, leaf: str, wanted: torch.Tensor) -> str:

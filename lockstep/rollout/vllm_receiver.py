@@ -73,6 +73,7 @@ class VllmReceiver:
         self._repaired: tuple[DerivedReport, ...] = ()
         self._loading = False
         self._direct: DirectCopy | None = None
+        self._addresses: dict[str, int] = {}
 
     @property
     def naming(self) -> Naming:
@@ -100,10 +101,16 @@ class VllmReceiver:
                 self._plan = plan_load(self._model, manifest, self._reload)
             self._planned = shape
             self._direct = None
+        if self._direct is not None and self._layout is not None and self._layout.addresses() != self._addresses:
+            self._direct = None  # a parameter was replaced since: copies would go where nobody looks
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._received, self._copied, self._held = set(), set(), {}
         self._manifest = manifest
-        self._host.refit_begun()
+        try:
+            self._host.refit_begun()
+        except BaseException as error:
+            self.abort(f"version {manifest.version} could not be begun: {error}")
+            raise
 
     def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors; may be called several times (buckets). They need to live until the call returns, no longer:
@@ -143,6 +150,7 @@ class VllmReceiver:
                 self._layout = LiveLayout(self._model, plan, self._reload)
                 # Without a registry nobody rebuilds what vLLM's post-processing would have derived.
                 self._direct = None if self._derived is None else DirectCopy.of(self._layout)
+                self._addresses = {} if self._direct is None else self._layout.addresses()
         except BaseException as error:
             self.abort(f"version {manifest.version} could not be committed: {error}")
             raise
@@ -154,10 +162,12 @@ class VllmReceiver:
         """Give up: the engine serves nothing until a refit commits."""
         self._manifest = None
         self._held = {}
-        if self._loading:
-            self._loading = False
-            self._reload.cancel(self._model)
-        self._host.refit_aborted(reason)
+        try:
+            if self._loading:
+                self._loading = False
+                self._reload.cancel(self._model)
+        finally:
+            self._host.refit_aborted(reason)
 
     def live(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Live weights under checkpoint names where vLLM's layout can be undone. Raises RuntimeError before a commit:
@@ -180,6 +190,10 @@ class VllmReceiver:
             return ()
         with self._configured(), torch.no_grad():
             return self._derived.check(self._llm)
+
+    def weights_given_up(self) -> None:
+        """The engine sleeps without its weights: the next refit loads through vLLM's own loader again."""
+        self._direct = None
 
     def refresh_after_wake(self) -> tuple[DerivedReport, ...]:
         """Run the registry on weights that were kept: sleep gives back memory, and derived tensors with it."""

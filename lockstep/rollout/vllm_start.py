@@ -156,11 +156,26 @@ def stop_llm(llm: Any) -> None:
         finalizer.detach()
     core = client.engine_core
     if _started:
-        core.model_executor.shutdown()
+        with _workspace_kept():
+            core.model_executor.shutdown()
         core.scheduler.shutdown()
     else:
         core.shutdown()
     gc.unfreeze()  # vLLM freezes its start-up heap, and the model with it
+
+
+@contextmanager
+def _workspace_kept() -> Iterator[None]:
+    """On a GPU a worker's end also drops the buffers that MoE kernels of all engines of the process work in."""
+    try:
+        from vllm.v1.worker import workspace  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        yield
+        return
+    manager = getattr(workspace, "_manager", None)
+    yield
+    if manager is not None:
+        workspace._manager = manager
 
 
 def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import WeightReceiver
 from lockstep.records import Manifest, Sequence
+from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, RefitError, run_refit
 from lockstep.refit.transports import make_transport
 from lockstep.refit.verify import claim_covered, claim_loaded
@@ -194,3 +195,13 @@ def test_a_stale_tied_head_fails_the_loaded_claim() -> None:
     claim = claim_loaded(manifest, trainer.weights(), shown)
     assert claim.status == "failed"
     assert tied in claim.detail
+
+
+def test_a_copy_after_sharing_leaves_the_trainers_weights_alone() -> None:
+    trainer, engine = make_pair("llama")
+    refit(trainer, engine, "shared")
+    before = {name: tensor.clone() for name, _, _, tensor in trainer.weights().shards()}
+    receipt = run_refit(OtherWeights(trainer.weights()), engine.receiver(), make_transport("local"), verify=True)
+    assert not receipt.failed
+    assert all(torch.equal(tensor, before[name]) for name, _, _, tensor in trainer.weights().shards())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.receiver().live() if name in before)

@@ -13,6 +13,7 @@ from lockstep.metrics.run_folder import read_rollouts
 from lockstep.metrics.sinks import read_jsonl
 from lockstep.model.load import ModelError
 from lockstep.recipes import load_recipe
+from lockstep.refit.transaction import RefitError
 from lockstep.rollout.receiver import TorchReceiver
 from tests.e2e.conftest import SMALL, assert_same_run, stable_rows
 
@@ -39,7 +40,7 @@ def plant_stale_layer(monkeypatch: pytest.MonkeyPatch, from_refit: int) -> None:
 def test_a_layer_that_goes_stale_stops_the_run_with_the_batch_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant_stale_layer(monkeypatch, from_refit=2)
+    plant_stale_layer(monkeypatch, from_refit=3)  # other weights, the first policy, and after step 1
     run_dir = tmp_path / "run"
     assert train(load_recipe("tiny-qwen3-moe", [*SMALL, NO_VERIFY, "trainer.learning_rate=0.01"]), run_dir) == 1
     rows = read_jsonl(run_dir / "metrics.jsonl")
@@ -65,7 +66,7 @@ def test_a_layer_that_goes_stale_stops_the_run_with_the_batch_kept(
 def test_the_same_fault_is_caught_by_the_receipt_where_it_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant_stale_layer(monkeypatch, from_refit=2)
+    plant_stale_layer(monkeypatch, from_refit=3)  # other weights, the first policy, and after step 1
     with pytest.raises(RuntimeError, match=r"loaded.*layers\.1\."):
         train(
             load_recipe("tiny-qwen3-moe", [*SMALL, "refit.verify_every=1", "trainer.learning_rate=0.01"]),
@@ -74,7 +75,7 @@ def test_the_same_fault_is_caught_by_the_receipt_where_it_is_verified(
 
 
 def test_a_warning_gate_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_stale_layer(monkeypatch, from_refit=2)
+    plant_stale_layer(monkeypatch, from_refit=3)  # other weights, the first policy, and after step 1
     settings = [*SMALL, NO_VERIFY, "trainer.learning_rate=0.01", 'gate.action="warn"']
     assert train(load_recipe("tiny-qwen3-moe", settings), tmp_path / "run") == 0
     statuses = [row.get("verdict/status") for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
@@ -190,3 +191,14 @@ def test_expert_ids_are_refused_of_a_model_without_experts(tmp_path: Path) -> No
     dense = 'model.model_type="qwen3"'
     with pytest.raises(ModelError, match=r"rollout.record_routes: Qwen3ForCausalLM has no routers"):
         train(load_recipe("tiny-qwen3-moe", [*SMALL, dense, "rollout.record_routes=true"]), tmp_path / "run")
+
+
+def test_a_refit_whose_claim_fails_is_filed_with_its_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_stale_layer(monkeypatch, from_refit=3)
+    settings = [*SMALL, "refit.verify_every=1", "trainer.learning_rate=0.01"]
+    with pytest.raises(RefitError, match=r"layers\.1\."):
+        train(load_recipe("tiny-qwen3-moe", settings), tmp_path / "run")
+    *before, last = read_jsonl(tmp_path / "run" / "refits.jsonl")
+    assert "layers.1." in str(last["error"])
+    assert {claim["name"]: claim["status"] for claim in last["claims"]}["loaded"] == "failed"  # pyright: ignore
+    assert all("error" not in line for line in before)

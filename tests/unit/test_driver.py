@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,15 @@ def make_rollout(rollout_id: str, tokens: list[int], score: Score, group_id: str
     return Rollout(rollout_id, group_id, Problem("p", "q", None), (sequence,), "", score, "finished")
 
 
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Python's own handler, also where the tests run in the background of a shell, which ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 def test_first_signal_asks_second_raises_and_hold_defers_it_once() -> None:
     said: list[str] = []
     with stop_on_signals(said.append) as stop:

@@ -57,7 +57,7 @@ def sampled(bench: Bench, shift: float = 0.0) -> Bench:
 
 
 def failing(bench: Bench) -> dict[str, bool | None]:
-    return {one.pair.name: one.holds for one in measure_pairs(bench, plan(Deployment()), "abs_diff/mean", BOUND)}
+    return {one.pair.name: one.holds for one in measure_pairs(bench, plan(Deployment()), {"abs_diff/mean": BOUND})}
 
 
 def only(*names: str) -> dict[str, bool]:
@@ -107,7 +107,7 @@ def test_a_fault_of_packing_shows_within_the_trainer(monkeypatch: pytest.MonkeyP
 
 def test_the_ends_never_differ_by_more_than_the_links_add_up_to() -> None:
     bench = sampled(make_bench(served={"model.norm.weight": tiny_model("llama").model.norm.weight * 1.05}), 0.003)
-    results = measure_pairs(bench, plan(Deployment()), "abs_diff/mean", BOUND)
+    results = measure_pairs(bench, plan(Deployment()), {"abs_diff/mean": BOUND})
     values = [one.value for one in results if one.value is not None]
     assert len(values) == 6
     assert 0 < values[-1] <= sum(values[:-1]) + 1e-9
@@ -119,4 +119,4 @@ def test_nothing_sampled_is_unjudged_and_another_version_needs_its_weights() -> 
     bench.recorded = tuple(Recorded(one.rollout_id, s) for one, s in zip(bench.recorded, stale, strict=True))
     assert set(failing(bench).values()) == {None}
     with pytest.raises(ValueError, match="the trainer at the version that sampled needs the weights"):
-        measure_pairs(bench, [Pair("older", "trained", "staleness", "")], "abs_diff/mean", BOUND)
+        measure_pairs(bench, [Pair("older", "trained", "staleness", "")], {"abs_diff/mean": BOUND})

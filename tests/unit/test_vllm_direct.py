@@ -90,6 +90,45 @@ def test_a_wider_type_is_rounded_on_arrival() -> None:
     assert torch.equal(model.qkv.weight[:WIDTH], checkpoint["q"].bfloat16())
 
 
+class Attention(torch.nn.Module):
+    """As vLLM's: it hands post-processing on to its back end."""
+
+    def __init__(self, impl: Any) -> None:
+        super().__init__()
+        self.impl = impl
+
+    def process_weights_after_loading(self, _dtype: torch.dtype) -> None: ...
+
+
+class AttentionImplBase:
+    def process_weights_after_loading(self, _dtype: torch.dtype) -> None: ...
+
+
+class PlainBackend(AttentionImplBase):
+    pass
+
+
+class BackendWithCopies(AttentionImplBase):
+    def process_weights_after_loading(self, _dtype: torch.dtype) -> None: ...
+
+
+@pytest.mark.parametrize(("impl", "is_open"), [(PlainBackend(), True), (BackendWithCopies(), False)])
+def test_it_is_shut_where_attention_derives_more_after_loading(impl: Any, is_open: bool) -> None:
+    model = Served()
+    model.attention = Attention(impl)
+    layout, _ = make(model)
+    assert (DirectCopy.of(layout) is not None) == is_open
+
+
+def test_replaced_parameters_are_seen_by_their_addresses() -> None:
+    model = Served()
+    layout, _ = make(model)
+    before = layout.addresses()
+    assert set(before) == {"qkv.weight", "experts.w13"}
+    model.qkv.weight = torch.nn.Parameter(model.qkv.weight.detach().clone())
+    assert layout.addresses() != before
+
+
 @pytest.mark.parametrize("why", ["re-packed", "computed on the way", "unknown quantisation", "strided"])
 def test_it_is_shut_where_a_copy_would_not_do(why: str) -> None:
     model = Served()
