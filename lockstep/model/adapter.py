@@ -46,7 +46,8 @@ class SplitModel:
 
         ``extra`` keywords go through the body to its attention function.
         """
-        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None, **extra}
+        ids = input_ids.to(self.model.device)
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None, **extra}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
         if attention_mask is not None:

@@ -41,7 +41,7 @@ def rows_of(cache: Any, rows: Sequence[int]) -> Any:
             raise ValueError(f"this kind of cache holds one sequence; rows {list(rows)} were asked for")
         return copy.deepcopy(cache)
     index = torch.tensor(list(rows))
-    return _rebuilt([cache], lambda tensors: tensors[0].index_select(0, index))
+    return _rebuilt([cache], lambda tensors: tensors[0].index_select(0, index.to(tensors[0].device)))
 
 
 def joined(caches: Sequence[Any]) -> Any:

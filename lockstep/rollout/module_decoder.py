@@ -64,8 +64,8 @@ class ModuleDecoder:
         return [result for result in results if result is not None]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Decoder``."""
-        return self.split.logits(hidden)[:, : self.vocab_limit]
+        """See ``Decoder``. They come to the host, where sampling is done."""
+        return self.split.logits(hidden)[:, : self.vocab_limit].cpu()
 
     def new_state(self, num_slots: int) -> DecoderState:
         """See ``Decoder``. Cohorts grow as they come; the number of slots is the scheduler's business."""
