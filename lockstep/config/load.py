@@ -174,7 +174,8 @@ def _unset_paths(subject: str, unset: Any) -> list[KeyPath]:
 
 
 def _overrides_tree(overrides: Sequence[str]) -> tuple[Tree, list[Violation]]:
-    """The layer of ``--set``: a value is TOML where it parses as TOML, else text; the bare word none is none."""
+    """The layer of ``--set``: a value is TOML where it parses as TOML, else text; the bare word none is none, but for a
+    key that has it as a choice."""
     tree: Tree = {}
     violations: list[Violation] = []
     for text in overrides:
@@ -188,13 +189,22 @@ def _overrides_tree(overrides: Sequence[str]) -> tuple[Tree, list[Violation]]:
             message = f"--set {text!a} can't be read: {error}"
             violations.append(Violation("", message, "write --set section.key=value"))
             continue
-        value = None if raw.strip() == "none" else _parse_value(raw)
+        value = None if raw.strip() == "none" and not _is_choice(key, "none") else _parse_value(raw)
         for path in leaves(value):
             item: Any = value
             for part in path:
                 item = item[part]
             put(tree, (*key, *path), make_leaf((*key, *path), item, "--set", Path()))
     return tree, violations
+
+
+def _is_choice(key: tuple[str, ...], word: str) -> bool:
+    """Whether ``word`` is one of the values that the key's type spells out."""
+    kind: Any = RunConfig
+    for name in key:
+        found = getattr(kind, "model_fields", {}).get(name)
+        kind = None if found is None else found.annotation
+    return word in get_args(kind)
 
 
 def _parse_value(raw: str) -> Any:

@@ -22,6 +22,7 @@ from lockstep.config.schema import (
     TrainerConfig,
 )
 from lockstep.config.toml_text import format_value, split_dotted, value_lines
+from lockstep.recipes import load_recipe
 
 BASE = RunConfig(
     name="base",
@@ -360,3 +361,9 @@ def test_what_toml_cannot_say_is_an_error() -> None:
         format_value([None])
     with pytest.raises(ValueError, match="not a key"):
         split_dotted("a = 1\nb")
+
+
+def test_the_word_none_is_a_choice_where_the_key_has_it_and_unsets_elsewhere() -> None:
+    resolved = load_recipe("tiny-qwen3-moe", ["rollout.quantisation=none", "trainer.clip_grad_norm=none"])
+    assert resolved.config.rollout.quantisation == "none"
+    assert resolved.config.trainer.clip_grad_norm is None
