@@ -12,7 +12,7 @@ float32 tensor for a bfloat16 weight, which is rounded on arrival (the policy is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +114,23 @@ def _misfit(spec: TensorSpec, tensor: torch.Tensor) -> list[str]:
     if spec.dtype != live and (spec.dtype, live) != ("float32", "bfloat16"):
         problems.append(f"dtype: {spec.name} is {spec.dtype}, the engine's is {live}")
     return problems
+
+
+def arriving(
+    name: str, tensor: torch.Tensor, specs: Mapping[str, TensorSpec], received: set[str], version: int
+) -> TensorSpec:
+    """What the manifest says of a tensor that arrives. Raises RefitRefused unless it is one of ``specs``, comes for the
+    first time, and has its shape and dtype."""
+    spec = specs.get(name)
+    if spec is None:
+        raise RefitRefused(f"{name} arrived but is not in the manifest of version {version}")
+    if name in received:
+        raise RefitRefused(f"{name} arrived twice")
+    if tuple(tensor.shape) != spec.shape or dtype_name(tensor) != spec.dtype:
+        raise RefitRefused(
+            f"{name} arrived as {dtype_name(tensor)} {tuple(tensor.shape)}, its manifest says {spec.dtype} {spec.shape}"
+        )
+    return spec
 
 
 class TorchReceiver:
@@ -242,16 +259,7 @@ class TorchReceiver:
             raise
 
     def _check(self, manifest: Manifest, name: str, tensor: torch.Tensor, alias: bool) -> None:
-        spec = self._specs.get(name)
-        if spec is None:
-            raise RefitRefused(f"{name} arrived but is not in the manifest of version {manifest.version}")
-        if name in self._received:
-            raise RefitRefused(f"{name} arrived twice")
-        if tuple(tensor.shape) != spec.shape or dtype_name(tensor) != spec.dtype:
-            raise RefitRefused(
-                f"{name} arrived as {dtype_name(tensor)} {tuple(tensor.shape)}, "
-                f"its manifest says {spec.dtype} {spec.shape}"
-            )
+        spec = arriving(name, tensor, self._specs, self._received, manifest.version)
         if alias:
             for weight in self._targets[name]:
                 if weight.tensor.dtype != tensor.dtype:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.records import DerivedReport, Manifest, Naming, Quantisation, TensorSpec
-from lockstep.rollout.receiver import RefitHost, RefitRefused, dtype_name
+from lockstep.rollout.receiver import RefitHost, RefitRefused, arriving
 from lockstep.rollout.vllm_direct import DirectCopy
 from lockstep.rollout.vllm_hooks import served_model
 from lockstep.rollout.vllm_layout import LiveLayout
@@ -265,7 +265,7 @@ class VllmReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor, checked against its manifest and counted."""
         for name, tensor in tensors:
-            self._check(manifest, name, tensor)
+            arriving(name, tensor, self._specs, self._received, manifest.version)
             self._received.add(name)
             yield name, tensor
 
@@ -276,18 +276,6 @@ class VllmReceiver:
                 if name not in self._copied:
                     waiting[index] = (name, tensor.clone())
                     self._copied.add(name)
-
-    def _check(self, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
-        spec = self._specs.get(name)
-        if spec is None:
-            raise RefitRefused(f"{name} arrived but is not in the manifest of version {manifest.version}")
-        if name in self._received:
-            raise RefitRefused(f"{name} arrived twice")
-        if tuple(tensor.shape) != spec.shape or dtype_name(tensor) != spec.dtype:
-            raise RefitRefused(
-                f"{name} arrived as {dtype_name(tensor)} {tuple(tensor.shape)}, "
-                f"its manifest says {spec.dtype} {spec.shape}"
-            )
 
     def _finish_loading(self, plan: LoadPlan) -> None:
         """Process what the layer-wise reload could not see, and prove that every planned layer was loaded."""
