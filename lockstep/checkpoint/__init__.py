@@ -1,0 +1,1 @@
+"""Checkpoints on disk: validated, pruned, quantised and converted, tensor by tensor, without loading a model."""
