@@ -1,0 +1,241 @@
+"""A training job as plain numbers: what the layout rules judge, the memory planner counts and the readers of others'
+launch commands produce. No torch, no model: everything here can be filled in on a laptop.
+
+    recipe ──┐                       ┌── layout.check_layout  → findings
+    run.sh ──┴──► Job ───────────────┼── memory.plan_memory   → bytes per rank and phase
+                                     └── suggest              → other legal layouts, ranked
+
+None means "not stated": a rule that needs the number then says nothing, and the planner says which assumption it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Backend = Literal["fsdp", "megatron"]
+EngineName = Literal["torch", "vllm", "sglang"]
+Attention = Literal["gqa", "mla", "mla_dsa", "deepseek_v4", "inkling"]
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """An architecture's sizes: all that parameter counts, caches and layout rules need.
+
+    ``ffn`` is the width of a dense layer's MLP, ``moe_ffn`` of one routed (and one shared) expert. The first
+    ``dense_layers`` layers of a MoE are dense. ``compress_ratios`` (DeepSeek-V4), ``window_layers`` (Inkling) and
+    ``index_layers`` (layers that own an indexer) are per layer. ``vocab`` is the embedding's number of rows.
+    Zero or empty: the architecture has none. Source of each catalogue entry: ``catalog/models.toml``.
+    """
+
+    name: str
+    model_type: str
+    architecture: str = ""
+    num_layers: int
+    hidden: int
+    vocab: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention: Attention = "gqa"
+    qk_norm: bool = False
+    attention_bias: bool = False
+    tied_embeddings: bool = False
+    ffn: int = 0
+    dense_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_shared_experts: int = 0
+    moe_ffn: int = 0
+    router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+    o_groups: int = 0
+    o_lora_rank: int = 0
+    sliding_window: int = 0
+    window_layers: tuple[int, ...] = ()
+    window_kv_heads: int = 0
+    compress_ratios: tuple[int, ...] = ()
+    hash_layers: int = 0
+    hyper_connections: int = 0
+    indexer_heads: int = 0
+    indexer_head_dim: int = 0
+    indexer_topk: int = 0
+    index_layers: tuple[int, ...] = ()
+    mtp_layers: int = 0
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer routes tokens to experts."""
+        return self.num_experts > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of device, as ``catalog/hardware.toml`` has it. ``memory_bytes`` is what a process sees (read on a
+    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s."""
+
+    name: str
+    vendor: Literal["nvidia", "amd", "cpu"]
+    arch: str = ""
+    memory_bytes: int | None = None
+    memory_read: bool = False
+    memory_bandwidth_gbs: float | None = None
+    gpus_per_node: int = 8
+    fp8: Literal["e4m3fn", "e4m3fnuz"] | None = None
+    fp4: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainLayout:
+    """How the trainer's ranks share the model. tp, pp, cp, ep, etp: tensor, pipeline, context, expert and
+    expert-tensor parallel size (etp None: Megatron's default, equal to tp). ``replicate``: FSDP's outer data-parallel
+    size (None: 1). ``virtual_stages``: chunks per pipeline rank. Pipeline splits: even, or ``first_stage_layers`` and
+    ``last_stage_layers``, or ``stage_layers`` for every stage in order."""
+
+    backend: Backend = "fsdp"
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    replicate: int | None = None
+    virtual_stages: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    stage_layers: tuple[int, ...] = ()
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    sequence_parallel: bool = False
+    cp_comm_type: str | None = None
+    cp_partition: Literal["zigzag", "contiguous"] | None = None
+    moe_dispatcher: str | None = None
+    vocab_divisor: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMemory:
+    """Precision, optimizer and recomputation of the trainer. ``optimizer_offload_fraction``: share of the optimizer's
+    states kept in host memory. ``fp8``: weights' recipe in training."""
+
+    weight_dtype: Literal["bf16", "fp32"] = "bf16"
+    fp8: Literal["none", "blockwise", "delayed", "mxfp8"] = "none"
+    fp8_param_gather: bool = False
+    grad_dtype: Literal["bf16", "fp32"] = "fp32"
+    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    moment_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    distributed_optimizer: bool = True
+    precision_aware_optimizer: bool = False
+    overlap_param_gather: bool = False
+    overlap_grad_reduce: bool = False
+    optimizer_offload_fraction: float = 0.0
+    offload_weights: bool = False
+    offload_activations: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """One rollout engine: its GPUs and how they share the model. ``memory_fraction`` is SGLang's
+    ``mem_fraction_static`` or vLLM's ``gpu_memory_utilization``: each engine's own meaning, see ``memory.py``."""
+
+    engine: EngineName = "torch"
+    gpus_per_engine: int = 1
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    dp_attention: bool = False
+    moe_a2a: str | None = None
+    memory_fraction: float | None = None
+    kv_cache_dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    quantisation: Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"] = "none"
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    chunked_prefill_tokens: int | None = None
+    speculative: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one rollout batch and one optimizer step hold. ``global_batch`` is samples per optimizer step;
+    ``max_tokens_per_gpu`` the token budget of one micro-batch on one context-parallel rank."""
+
+    num_prompts: int
+    group_size: int
+    optimizer_steps: int = 1
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    max_tokens_per_gpu: int | None = None
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    packing: bool = True
+    logprob_chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A whole job. ``nodes × gpus_per_node`` devices; colocated: the engines share the trainer's devices, otherwise
+    ``rollout_gpus`` are the engines' own and the trainer has the rest. ``environment`` is what the recipe sets, by
+    process ("trainer", "engine")."""
+
+    name: str
+    model: ModelShape
+    hardware: Hardware
+    nodes: int = 1
+    gpus_per_node: int = 1
+    train: TrainLayout | None = TrainLayout()
+    memory: TrainMemory = TrainMemory()
+    engine: EngineLayout | None = None
+    batch: Batch | None = None
+    colocated: bool = True
+    rollout_gpus: int = 0
+    fully_async: bool = False
+    routing_replay: bool = False
+    indexer_replay: bool = False
+    refit_bucket_bytes: int | None = None
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def num_gpus(self) -> int:
+        """All devices of the job."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def train_world(self) -> int:
+        """Ranks of the trainer."""
+        return self.num_gpus if self.colocated else self.num_gpus - self.rollout_gpus
+
+    @property
+    def engine_pool(self) -> int:
+        """Devices that engines may use."""
+        return self.num_gpus if self.colocated else self.rollout_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found. ``rule`` is its id ("expert-grid"); ``message`` has the numbers ("etp 1 · ep 4 · pp 2 = 8 does
+    not divide world 4"); ``repair`` the nearest legal values ("ep 4 → 2"), empty if there is none; ``source`` where the
+    rule is written (project, file, function)."""
+
+    rule: str
+    severity: Severity
+    message: str
+    repair: str = ""
+    source: str = ""
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        lines = [f"{self.severity}: {self.rule}: {self.message}"]
+        if self.repair:
+            lines.append(f"    repair: {self.repair}")
+        if self.source:
+            lines.append(f"    source: {self.source}")
+        return "\n".join(lines)
