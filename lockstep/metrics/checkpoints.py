@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.metrics.durable import fsync_tree, rename_durably, replace_text
+from lockstep.durable import fsync_tree, rename_durably, replace_text
 
 logger = logging.getLogger(__name__)
 

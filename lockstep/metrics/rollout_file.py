@@ -46,7 +46,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.metrics.durable import replace_file
+from lockstep.durable import replace_file
 from lockstep.metrics.metric import decode_nonfinite, encode_nonfinite
 from lockstep.records import FloatArray, IntArray, Rollout, RouteArray, Sequence
 

@@ -19,10 +19,8 @@ Readers need no lock: every file is either append-only or replaced whole.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -30,8 +28,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.durable import LockedByAnother, ProcessLock, rename_durably, replace_text
 from lockstep.metrics.checkpoints import Checkpoints
-from lockstep.metrics.durable import rename_durably, replace_text
 from lockstep.metrics.metric import check_row, encode_nonfinite
 from lockstep.metrics.rollout_file import RecordedSequence, TokenTexts, read_rollout_file, write_rollout_file
 from lockstep.metrics.sinks import JsonlSink, Row
@@ -49,7 +47,6 @@ ROLLOUTS = "rollouts"
 TRACE = "trace.json"
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.parquet")
-_held: set[Path] = set()
 
 
 class RunFolderError(Exception):
@@ -89,7 +86,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
         self._prepare()
-        self._lock = _Lock(self.path / LOCK)
+        self._lock = _locked(self.path)
         try:
             for temporary in [*self.path.glob(".*.partial"), *(self.path / ROLLOUTS).glob(".*.partial")]:
                 logger.warning("removing %s, left by a write that did not finish", temporary)
@@ -259,36 +256,12 @@ def _step_of(row: Row) -> int:
     return step if isinstance(step, int) else 0
 
 
-class _Lock:
-    """An exclusive lock on a file, with the holder's pid in it.
-
-    A POSIX record lock, not ``flock``: it dies with the process itself, while a ``flock`` lives on in any worker that
-    was forked from it. It does not tell two holders in one process apart, so those are counted in ``_held``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.resolve()
-        if self._path in _held:
-            raise RunFolderError(f"{path.parent} is already open in this process (pid {os.getpid()})")
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._descriptor, 100, 0).decode("ascii", errors="replace").strip()
-            os.close(self._descriptor)
-            if not isinstance(error, BlockingIOError | PermissionError):
-                raise
-            raise RunFolderError(
-                f"{path.parent} is in use by another process ({holder or 'pid unknown'}); "
-                "wait for it, stop it, or choose another run folder"
-            ) from error
-        _held.add(self._path)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-
-    def release(self) -> None:
-        if self._descriptor < 0:
-            return
-        _held.discard(self._path)
-        os.close(self._descriptor)  # gives the lock back
-        self._descriptor = -1
+def _locked(folder: Path) -> ProcessLock:
+    try:
+        return ProcessLock(folder / LOCK)
+    except LockedByAnother as error:
+        if error.by_this_process:
+            raise RunFolderError(f"{folder} is already open in {error}") from error
+        raise RunFolderError(
+            f"{folder} is in use by {error}; wait for it, stop it, or choose another run folder"
+        ) from error

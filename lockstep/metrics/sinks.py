@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.metrics.durable import fsync_path, replace_text
+from lockstep.durable import fsync_path, replace_text
 from lockstep.metrics.metric import decode_nonfinite, encode_nonfinite
 
 logger = logging.getLogger(__name__)

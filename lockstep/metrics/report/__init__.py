@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.metrics.durable import replace_text
+from lockstep.durable import replace_text
 from lockstep.metrics.report.collect import collect
 from lockstep.metrics.report.page import render_page
 from lockstep.metrics.report.run_page import page_data

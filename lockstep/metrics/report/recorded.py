@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.metrics.durable import replace_text
+from lockstep.durable import replace_text
 from lockstep.metrics.report.charts import Chart, build_charts, series_of
 from lockstep.metrics.report.collect import RunData
 from lockstep.metrics.report.page import render_page
