@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.config.load import ResolvedConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.console import Console, heldout_text
@@ -39,7 +41,7 @@ from lockstep.driver.rows import (
     time_metrics,
     unscored_counts,
 )
-from lockstep.driver.scoring import score_models, self_agreement, split_for_optimizer
+from lockstep.driver.scoring import ModelScores, score_models, self_agreement, split_for_optimizer
 from lockstep.hardware.cpu import return_freed_memory
 from lockstep.metrics.checkpoints import CheckpointError
 from lockstep.metrics.report import write_report
@@ -133,6 +135,9 @@ def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest)
     config, objective = parts.algorithm, parts.objective
     rollouts = sampled.rollouts
     scores = score_models(parts, rollouts)
+    early = judge_unusable(parts, sampled, scores, step)
+    if early is not None:
+        return early
     prepared = prepare(
         rollouts,
         config,
@@ -173,6 +178,20 @@ def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest)
         trained.verdict = judge(parts, sampled, trained, step)
     trained.metrics["version"] = parts.trainer.version
     return trained
+
+
+def judge_unusable(parts: Parts, sampled: SampledGroups, scores: ModelScores, step: int) -> Trained | None:
+    """The gate's stop over log-probs of the trainer that are not finite, before anything is computed from them: KL in
+    the reward, distillation and corrections need them earlier than the training forward."""
+    live = scores.live
+    if live is None or all(
+        np.isfinite(live[s.sequence_id].logprobs[s.loss_mask]).all() for r in sampled.rollouts for s in r.sequences
+    ):
+        return None
+    trained = Trained((), {key: scored.logprobs for key, scored in live.items()}, {}, {})
+    trained.verdict = judge(parts, sampled, trained, step)
+    trained.metrics["version"] = parts.trainer.version
+    return trained if trained.stopped else None
 
 
 def judge(parts: Parts, sampled: SampledGroups, trained: Trained, step: int) -> Verdict:

@@ -67,6 +67,16 @@ def gamma_belongs_to_reinforce_pp(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def clipping_needs_a_second_step(config: RunConfig) -> Iterator[Violation]:
+    """With one optimizer step a batch the old policy is the live one: the ratio is exactly 1 and nothing is clipped."""
+    a = config.algorithm
+    if a.optimizer_steps_per_batch == 1 and not a.corrections.bypass:
+        because = "with one optimizer step a batch: the ratio is exactly 1"
+        also = ("algorithm.optimizer_steps_per_batch", "algorithm.corrections.bypass")
+        yield from inert(a, "algorithm", "clip_low clip_high dual_clip", because, also)
+
+
+@rule
 def steps_divide_the_batch(config: RunConfig) -> Iterator[Violation]:
     """A rollout batch is split into whole, equal optimizer steps of whole groups; found here, not minutes into it."""
     a = config.algorithm

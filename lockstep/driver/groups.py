@@ -95,7 +95,7 @@ class GroupSampler:
         num_kept = num_dropped = num_tokens = rounds = 0
         while True:
             prompts, cursor = self._prompts("train", cursor, wanted - num_kept, prefix=f"step-{step}")
-            rollouts = self._rollouts(prompts, self.algorithm.group_size, self.sampling)
+            rollouts = self._rollouts(prompts, self.algorithm.group_size, self.sampling, phase="rollout")
             self._refuse_failures(rollouts)
             num_tokens += sum(rollout.num_sampled_tokens for rollout in rollouts)
             if not dynamic.enabled:
@@ -118,7 +118,8 @@ class GroupSampler:
     def evaluate(self, num_problems: int, step: int) -> tuple[Rollout, ...]:
         """One greedy completion of each of the first ``num_problems`` held-out problems."""
         prompts, _ = self._prompts("heldout", 0, num_problems, prefix=f"eval-{step}")
-        return tuple(self._rollouts(prompts, 1, replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)))
+        greedy = replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return tuple(self._rollouts(prompts, 1, greedy, phase="eval"))
 
     def _refuse_failures(self, rollouts: Seq[Rollout]) -> None:
         """Training on the few samples that a broken grader can score would look like success."""
@@ -151,7 +152,11 @@ class GroupSampler:
             cursor += 1
         return prompts, cursor
 
-    def _rollouts(self, prompts: Seq[_Prompt], group_size: int, sampling: SamplingParams) -> list[Rollout]:
+    def _rollouts(
+        self, prompts: Seq[_Prompt], group_size: int, sampling: SamplingParams, *, phase: Literal["rollout", "eval"]
+    ) -> list[Rollout]:
+        """Completions with their scores. ``phase`` names the spans: a step's throughput is of its own samples, not of
+        the evaluation that may follow in it."""
         members = [(prompt, f"{prompt.group_id}/{member}") for prompt in prompts for member in range(group_size)]
         requests = [
             GenerateRequest(
@@ -162,9 +167,9 @@ class GroupSampler:
             )
             for prompt, rollout_id in members
         ]
-        with span("rollout/generate"):
+        with span(f"{phase}/generate"):
             completions = self.runner.run(_gather(self.engine, requests))
-        with span("rollout/score"):
+        with span(f"{phase}/score"):
             texts = [self.decode(completion.tokens.tolist()) for completion in completions]
             scores = self._scores([prompt.problem for prompt, _ in members], texts, completions)
         return [

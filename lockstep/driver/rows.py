@@ -24,7 +24,7 @@ PHASES = {
     "time/eval_s": "eval",
     "time/save_s": "save",
 }
-"""Metric name → name of its span; one with a "/" lies inside a phase, scoring in the rollout or the evaluation."""
+"""Metric name → name of its span; one with a "/" lies inside a phase."""
 
 
 def peak_rss_bytes() -> int:

@@ -101,6 +101,29 @@ def test_one_nan_from_the_engine_is_not_a_zero(tmp_path: Path, monkeypatch: pyte
     assert "not finite" in str(last["verdict/sentence"])
 
 
+def test_one_nan_from_the_trainer_is_judged_before_anything_is_computed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KL in the reward reads the trainer's log-probs before the training forward: the gate still comes first."""
+    from lockstep.driver import scoring
+
+    original = scoring.score_models
+
+    def score_models(parts, rollouts):
+        scores = original(parts, rollouts)
+        sequence = rollouts[0].sequences[0]
+        scores.live[sequence.sequence_id].logprobs[np.flatnonzero(sequence.loss_mask)[0]] = np.nan
+        return scores
+
+    monkeypatch.setattr("lockstep.loop.score_models", score_models)
+    kl = ['algorithm.kl={place="reward", estimator="k1", coefficient=0.1}']
+    assert train(load_recipe("tiny-qwen3-moe", [*SMALL, *kl]), tmp_path / "run") == 1
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["step"], last["agreement/nonfinite"], last["verdict/status"]) == (1, 1, "stop")
+    assert "not finite" in str(last["verdict/sentence"])
+    assert len(read_rollouts(tmp_path / "run", 1)) > 0, "the batch is kept"
+
+
 def test_correct_switches_a_rejection_on_from_the_next_step_and_a_resume_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def config_with(changes: dict[str, Any]) -> RunConfig:
 
 A, C = "algorithm", "algorithm.corrections"
 TEACHER = {"teacher.source": "path", "teacher.path": "/t"}
+TWO = {f"{A}.optimizer_steps_per_batch": 2}
 DISTILL = {f"{A}.advantage": "distill", **TEACHER}
 FILE = {"task.kind": "file", "task.path": "/d.jsonl"}
 APART = {"rollout.process": "separate"}
@@ -149,6 +150,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("dual_clip_belongs_to_ppo_clip", {f"{A}.loss": loss, f"{A}.dual_clip": 3.0}, f"{A}.dual_clip")
         for loss in ("gspo", "cispo", "reinforce")
     ],
+    *[
+        ("clipping_needs_a_second_step", {f"{A}.{name}": value}, f"{A}.{name}")
+        for name, value in (("clip_low", 0.1), ("clip_high", 0.28), ("dual_clip", 3.0))
+    ],
     ("clip_range_is_a_range", {f"{A}.clip_low": 1.0}, f"{A}.clip_low"),
     ("clip_range_is_a_range", {f"{A}.loss": "reinforce", f"{A}.clip_high": 0.3}, f"{A}.clip_high"),
     ("kl_is_on_or_off", {f"{A}.kl.place": "loss"}, f"{A}.kl.place"),
@@ -247,8 +252,9 @@ ALLOWED: list[dict[str, Any]] = [
     {f"{A}.overlong.factor": 1.0, f"{A}.overlong.buffer_tokens": 255},
     {f"{A}.advantage": "dr_grpo", f"{A}.aggregation": "token_sum_norm", f"{A}.length_norm": 64},
     {f"{A}.advantage": "dr_grpo"},
-    {f"{A}.loss": "gspo", f"{A}.aggregation": "seq_mean_token_mean", f"{A}.clip_low": 3e-4, f"{A}.clip_high": 4e-4},
-    {f"{A}.dual_clip": 3.0},
+    TWO | {f"{A}.loss": "gspo", f"{A}.aggregation": "seq_mean_token_mean", f"{A}.clip_low": 3e-4},
+    TWO | {f"{A}.dual_clip": 3.0, f"{A}.clip_high": 0.28},
+    {f"{C}.bypass": True, f"{A}.clip_high": 0.28},
     {"trainer.routing_replay": True, "rollout.record_routes": True},
     {"rollout.record_routes": True},
     {f"{A}.kl.place": "reward", f"{A}.kl.coefficient": 0.1, f"{A}.kl.estimator": "k1"},
