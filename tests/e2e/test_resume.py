@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.metrics.checkpoints import Checkpoints
+from lockstep.metrics.run_folder import read_rollouts
 from lockstep.metrics.sinks import read_jsonl
 from tests.e2e.conftest import SMALL, assert_same_run, run, stable_rows, start
 
@@ -167,6 +168,34 @@ def test_a_run_that_fails_saves_its_last_finished_step(tmp_path: Path) -> None:
     code, _, err = run(run_dir, settings, cwd=tmp_path, python_path=tmp_path)
     assert code == 2, "another grader is another run"
     assert "task.rewards[0]" in err
+
+
+def test_resumed_at_the_border_of_an_epoch_the_run_does_its_other_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight problems to train on, four a step: the save after step 2 lies exactly where the data begins again."""
+    from lockstep import loop
+    from lockstep.recipes import load_recipe
+
+    settings = [*SMALL, "task.max_operand=3", "task.num_heldout=8"]
+    recipe, train_on = load_recipe("tiny-qwen3-moe", settings), loop.train_on
+
+    def interrupted_at_step_3(parts, sampled, step, stop):
+        if step == 3:
+            raise KeyboardInterrupt
+        return train_on(parts, sampled, step, stop)
+
+    assert loop.train(recipe, tmp_path / "straight") == 0
+    monkeypatch.setattr(loop, "train_on", interrupted_at_step_3)
+    assert loop.train(recipe, tmp_path / "resumed") == 130
+    monkeypatch.setattr(loop, "train_on", train_on)
+    assert loop.train(recipe, tmp_path / "resumed") == 0
+    assert [row["step"] for row in stable_rows(tmp_path / "resumed")] == [0, 1, 2, 3, 4, 5, 6]
+    problems = [{r.problem_id for r in read_rollouts(tmp_path / "resumed", step)} for step in (1, 2, 3, 4)]
+    assert problems[0].isdisjoint(problems[1])
+    assert len(problems[0] | problems[1]) == 8
+    assert problems[2] | problems[3] == problems[0] | problems[1]
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
 
 
 def test_a_typo_in_the_first_try_does_not_burn_the_run_folder(tmp_path: Path) -> None:
