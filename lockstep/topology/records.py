@@ -26,7 +26,9 @@ class ModelShape:
 
     ``ffn`` is the width of a dense layer's MLP, ``moe_ffn`` of one routed (and one shared) expert. The first
     ``dense_layers`` layers of a MoE are dense. ``compress_ratios`` (DeepSeek-V4), ``window_layers`` (Inkling) and
-    ``index_layers`` (layers that own an indexer) are per layer. ``vocab`` is the embedding's number of rows.
+    ``index_layers`` (layers that own an indexer) are per layer. Inkling has relative positions (``relative_dim``
+    features a head over ``relative_extent`` tokens) and short convolutions over ``conv_kernel`` tokens. ``vocab`` is
+    the embedding's number of rows.
     Zero or empty: the architecture has none. Source of each catalogue entry: ``catalog/models.toml``.
     """
 
@@ -68,6 +70,9 @@ class ModelShape:
     indexer_topk: int = 0
     index_layers: tuple[int, ...] = ()
     mtp_layers: int = 0
+    relative_dim: int = 0
+    relative_extent: int = 0
+    conv_kernel: int = 0
 
     @property
     def is_moe(self) -> bool:
@@ -144,7 +149,8 @@ class TrainMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
     """One rollout engine: its GPUs and how they share the model. ``memory_fraction`` is SGLang's
-    ``mem_fraction_static`` or vLLM's ``gpu_memory_utilization``: each engine's own meaning, see ``memory.py``."""
+    ``mem_fraction_static`` or vLLM's ``gpu_memory_utilization``: each engine's own meaning, see ``memory.py``;
+    ``kv_cache_bytes`` overrides it."""
 
     engine: EngineName = "torch"
     gpus_per_engine: int = 1
@@ -159,6 +165,7 @@ class EngineLayout:
     quantisation: Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"] = "none"
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
+    kv_cache_bytes: int | None = None
     chunked_prefill_tokens: int | None = None
     speculative: bool = False
 
