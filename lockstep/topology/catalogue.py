@@ -84,6 +84,7 @@ def hardware(name: str) -> Hardware:
         memory_read=read,
         memory_bandwidth_gbs=entry.get("memory_bandwidth"),
         gpus_per_node=entry.get("gpus_per_node", 8),
+        fast_link_gpus=entry.get("fast_link_gpus"),
         fp8=entry.get("fp8"),
         fp4=entry.get("fp4", False),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Backend = Literal["fsdp", "megatron"]
 EngineName = Literal["torch", "vllm", "sglang"]
@@ -44,6 +44,7 @@ class ModelShape:
     attention: Attention = "gqa"
     qk_norm: bool = False
     attention_bias: bool = False
+    attention_sinks: bool = False
     tied_embeddings: bool = False
     ffn: int = 0
     dense_layers: int = 0
@@ -83,7 +84,8 @@ class ModelShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One kind of device, as ``catalog/hardware.toml`` has it. ``memory_bytes`` is what a process sees (read on a
-    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s."""
+    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s. ``fast_link_gpus``: devices that one
+    fast fabric joins where that is not a node (NVL72: 72), None: ``gpus_per_node``."""
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
@@ -92,8 +94,52 @@ class Hardware:
     memory_read: bool = False
     memory_bandwidth_gbs: float | None = None
     gpus_per_node: int = 8
+    fast_link_gpus: int | None = None
     fp8: Literal["e4m3fn", "e4m3fnuz"] | None = None
     fp4: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSwitches:
+    """Megatron's rarer settings, which only its rules read; each option's name is in the comment. None: not stated.
+
+    ``implementation`` says whose rules hold for hyper-connections: upstream Megatron refuses pipelines and full
+    recomputation with them, the forks that miles and verl use do not.
+    """
+
+    implementation: Literal["upstream", "miles", "verl"] | None = None
+    rank_order: str = "tp-cp-ep-dp-pp"  # order of initialize_model_parallel
+    optimizer_instances: int = 1  # --num-distributed-optimizer-instances
+    layers_per_virtual_stage: int | None = None  # --num-layers-per-virtual-pipeline-stage
+    pipeline_layout: str | None = None  # --pipeline-model-parallel-layout, "Et*6|t*6L"
+    microbatch_group: int | None = None  # --microbatch-group-size-per-virtual-pipeline-stage
+    overlap_p2p: bool = True  # off: --no-overlap-p2p-communication
+    tp_comm_overlap: bool = False  # --tp-comm-overlap
+    distribute_saved_activations: bool = False  # --distribute-saved-activations
+    moe_flex_backend: str | None = None  # --moe-flex-dispatcher-backend: deepep, hybridep, ncclep
+    moe_pad_to_capacity: bool = False  # --moe-pad-expert-input-to-capacity
+    moe_router_dtype: str | None = None  # --moe-router-dtype
+    moe_rank_capacity_factor: float | None = None  # --moe-expert-rank-capacity-factor
+    moe_shared_expert_overlap: bool = False  # --moe-shared-expert-overlap
+    moe_grouped_gemm: bool = False  # --moe-grouped-gemm
+    moe_router_padding: bool | None = None  # --moe-router-padding-for-quantization
+    moe_expert_bias: bool = False  # --moe-router-enable-expert-bias
+    moe_pre_softmax: bool = False  # --moe-router-pre-softmax
+    moe_linear_bias: bool = False  # --add-bias-linear, in experts
+    ep_a2a_overlap: bool = False  # --overlap-moe-expert-parallel-comm
+    cp_hierarchy: tuple[int, ...] = ()  # --hierarchical-context-parallel-sizes
+    hybrid_cp: bool = False  # --hybrid-context-parallel
+    per_token_loss: bool | None = None  # --calculate-per-token-loss
+    cuda_graphs: bool = False  # --cuda-graph-impl other than none
+    group_query_attention: bool = False  # --group-query-attention, which MLA must not have
+    fused_attention: bool | None = None  # --attention-backend fused
+    rope_fusion: bool | None = None  # off: --no-rope-fusion
+    rope_type: str | None = None  # --rope-type
+    optimizer: str = "adam"  # --optimizer
+    torch_fsdp2: bool = False  # --use-torch-fsdp2
+    megatron_fsdp: bool = False  # --use-megatron-fsdp
+    te_version: tuple[int, ...] = ()  # Transformer Engine's release
+    padded_vocab: int | None = None  # rows of the embedding where they are given and not padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +167,15 @@ class TrainLayout:
     cp_partition: Literal["zigzag", "contiguous"] | None = None
     moe_dispatcher: str | None = None
     vocab_divisor: int = 128
+    switches: MegatronSwitches = MegatronSwitches()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainMemory:
     """Precision, optimizer and recomputation of the trainer. ``optimizer_offload_fraction``: share of the optimizer's
-    states kept in host memory. ``fp8``: weights' recipe in training."""
+    states kept in host memory. ``fp8``: weights' recipe in training. ``offload_target``: where ``offload_weights`` puts
+    them; ``rematerialise_weights``: no copy is kept, they are made again from the masters; ``stream_optimizer``: states
+    live on disk and pass through the device."""
 
     weight_dtype: Literal["bf16", "fp32"] = "bf16"
     fp8: Literal["none", "blockwise", "delayed", "mxfp8"] = "none"
@@ -140,6 +189,9 @@ class TrainMemory:
     overlap_grad_reduce: bool = False
     optimizer_offload_fraction: float = 0.0
     offload_weights: bool = False
+    offload_target: Literal["cpu", "disk"] = "cpu"
+    rematerialise_weights: bool = False
+    stream_optimizer: bool = False
     offload_activations: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_method: Literal["uniform", "block"] | None = None
@@ -150,7 +202,12 @@ class TrainMemory:
 class EngineLayout:
     """One rollout engine: its GPUs and how they share the model. ``memory_fraction`` is SGLang's
     ``mem_fraction_static`` or vLLM's ``gpu_memory_utilization``: each engine's own meaning, see ``memory.py``;
-    ``kv_cache_bytes`` overrides it."""
+    ``kv_cache_bytes`` overrides it.
+
+    vLLM: a replica has tp·pp·prefill_cp ranks, dp of them make an engine; ep > 1 is ``--enable-expert-parallel``.
+    SGLang: tp includes dp under DP attention; ``moe_dp``, ``moe_dense_tp`` and ``attention_cp`` are its own axes.
+    ``decode_cp`` is vLLM's ``--decode-context-parallel-size``; ``page_tokens`` its block size, SGLang's page size.
+    """
 
     engine: EngineName = "torch"
     gpus_per_engine: int = 1
@@ -168,12 +225,25 @@ class EngineLayout:
     kv_cache_bytes: int | None = None
     chunked_prefill_tokens: int | None = None
     speculative: bool = False
+    prefill_cp: int = 1
+    decode_cp: int = 1
+    attention_cp: int = 1
+    moe_dp: int = 1
+    moe_dense_tp: int | None = None
+    expert_balancer: bool = False
+    elastic_ep: bool = False
+    page_tokens: int | None = None
+    moe_runner: str | None = None
+    deepep_mode: Literal["auto", "normal", "low_latency"] | None = None
+    cuda_graphs: bool | None = None
+    custom_all_reduce: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one rollout batch and one optimizer step hold. ``global_batch`` is samples per optimizer step;
-    ``max_tokens_per_gpu`` the token budget of one micro-batch on one context-parallel rank."""
+    ``max_tokens_per_gpu`` the token budget of one micro-batch on one context-parallel rank. ``pad_multiple``: a packed
+    micro-batch is padded to a multiple of it."""
 
     num_prompts: int
     group_size: int
@@ -184,6 +254,7 @@ class Batch:
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     packing: bool = True
+    pad_multiple: int | None = None
     logprob_chunk_tokens: int | None = None
 
 
@@ -191,7 +262,8 @@ class Batch:
 class Job:
     """A whole job. ``nodes × gpus_per_node`` devices; colocated: the engines share the trainer's devices, otherwise
     ``rollout_gpus`` are the engines' own and the trainer has the rest. ``environment`` is what the recipe sets, by
-    process ("trainer", "engine")."""
+    process ("trainer", "engine"). ``max_staleness``: how many policy versions old a batch may be when it is taken;
+    ``pause_mode``: what a weight update does to requests in flight ("abort", "retract", "in_place")."""
 
     name: str
     model: ModelShape
@@ -205,6 +277,9 @@ class Job:
     colocated: bool = True
     rollout_gpus: int = 0
     fully_async: bool = False
+    max_staleness: int | None = None
+    partial_rollout: bool = False
+    pause_mode: str | None = None
     routing_replay: bool = False
     indexer_replay: bool = False
     refit_bucket_bytes: int | None = None
@@ -230,13 +305,15 @@ class Job:
 class Finding:
     """What a rule found. ``rule`` is its id ("expert-grid"); ``message`` has the numbers ("etp 1 · ep 4 · pp 2 = 8 does
     not divide world 4"); ``repair`` the nearest legal values ("ep 4 → 2"), empty if there is none; ``source`` where the
-    rule is written (project, file, function)."""
+    rule is written (project, file, function). ``changes`` is the first repair as settings of the job, by dotted path
+    (``(("train.ep", 2),)``)."""
 
     rule: str
     severity: Severity
     message: str
     repair: str = ""
     source: str = ""
+    changes: tuple[tuple[str, Any], ...] = ()
 
     def text(self) -> str:
         """Lines for a terminal."""
