@@ -41,7 +41,7 @@ from lockstep.driver.rows import (
     time_metrics,
     unscored_counts,
 )
-from lockstep.driver.scoring import ModelScores, score_models, self_agreement, split_for_optimizer
+from lockstep.driver.scoring import ModelScores, optimizer_parts, score_models, self_agreement
 from lockstep.hardware.cpu import return_freed_memory
 from lockstep.metrics.checkpoints import CheckpointError
 from lockstep.metrics.report import write_report
@@ -49,13 +49,11 @@ from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
 from lockstep.parity.measure import measure_step, token_context
 from lockstep.parity.rows import agreement_row, token_details
-from lockstep.records import Batch, FloatArray, RouteArray, TrainSequence
+from lockstep.records import FloatArray, RouteArray, TrainSequence
 from lockstep.refit.behaves import Behaviour
 from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, RefitError, run_refit
 from lockstep.spans import Recorder, recording, span
-from lockstep.train.advantages import prepare
-from lockstep.train.corrections import apply_corrections
 
 logger = logging.getLogger(__name__)
 
@@ -132,32 +130,23 @@ def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest)
     The agreement is of the policy that sampled, from the first forward (or, when several optimizer steps share the
     batch, from the pass before them), and of all sampled tokens, whatever is masked or rejected later.
     """
-    config, objective = parts.algorithm, parts.objective
-    rollouts = sampled.rollouts
+    objective, rollouts = parts.objective, sampled.rollouts
     scores = score_models(parts, rollouts)
     early = judge_unusable(parts, sampled, scores, step)
-    if early is not None:
+    if early is not None and early.stopped:
         return early
-    prepared = prepare(
-        rollouts,
-        config,
-        max_new_tokens=parts.config.rollout.max_new_tokens,
-        teacher=scores.teacher,
-        reference=scores.reference,
-        live=scores.live,
-    )
+    prepared = optimizer_parts(parts, rollouts, scores)
     live = {key: scored.logprobs for key, scored in (scores.live or {}).items()}
     live_routes = {key: scored.routes for key, scored in (scores.live or {}).items() if scored.routes is not None}
-    split = split_for_optimizer(prepared.items, config.optimizer_steps_per_batch)
-    steps = [apply_corrections(items, scores.live, config.corrections) for items in split]
-    trained = Trained(
-        tuple(item for corrected in steps for item in corrected.items), live, live_routes, dict(prepared.metrics)
-    )
+    items = tuple(item for corrected in prepared.steps for item in corrected.items)
+    trained = Trained(items, live, live_routes, dict(prepared.metrics))
+    if early is not None:
+        trained.verdict, trained.places = early.verdict, early.places
+        trained.metrics.update(early.metrics)
     if step == 1:
         trained.metrics.update(self_agreement(parts, rollouts))
     by_step: list[dict[str, float]] = []
-    for corrected in steps:
-        batch = Batch(corrected.items, corrected.denominator_tokens, corrected.denominator_rollouts)
+    for corrected, batch in zip(prepared.steps, prepared.batches(), strict=True):
         with span("train"):
             output = parts.trainer.forward_backward(batch, objective)
         by_step.append(corrected.metrics | output.metrics | {"loss": output.loss})
@@ -181,8 +170,8 @@ def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest)
 
 
 def judge_unusable(parts: Parts, sampled: SampledGroups, scores: ModelScores, step: int) -> Trained | None:
-    """The gate's stop over log-probs of the trainer that are not finite, before anything is computed from them: KL in
-    the reward, distillation and corrections need them earlier than the training forward."""
+    """The gate's verdict over log-probs of the trainer that are not finite, before anything is computed from them: KL
+    in the reward, distillation and corrections need them earlier than the training forward. None: all are finite."""
     live = scores.live
     if live is None or all(
         np.isfinite(live[s.sequence_id].logprobs[s.loss_mask]).all() for r in sampled.rollouts for s in r.sequences
@@ -191,7 +180,7 @@ def judge_unusable(parts: Parts, sampled: SampledGroups, scores: ModelScores, st
     trained = Trained((), {key: scored.logprobs for key, scored in live.items()}, {}, {})
     trained.verdict = judge(parts, sampled, trained, step)
     trained.metrics["version"] = parts.trainer.version
-    return trained if trained.stopped else None
+    return trained
 
 
 def judge(parts: Parts, sampled: SampledGroups, trained: Trained, step: int) -> Verdict:

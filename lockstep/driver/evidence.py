@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +23,14 @@ from lockstep.config.schema import BoundConfig, RunConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.folder import TRAINER, no_recipe, save_checkpoint
 from lockstep.driver.progress import Progress
+from lockstep.driver.scoring import optimizer_parts, score_models
 from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.profile import choose, detect
-from lockstep.interfaces import Task
+from lockstep.interfaces import LogProbs, Task
 from lockstep.metrics.checkpoints import verify
 from lockstep.metrics.run_folder import CONFIG, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
+from lockstep.parity.plan import Updated
 from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
 from lockstep.refit.names import named_for
 from lockstep.refit.probes import OtherWeights
@@ -50,7 +52,8 @@ class ReplayError(Exception):
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """A batch with both of its sides. ``exact``: the weights are those of the version that sampled it; ``note`` says
-    which weights they are; ``bounds`` are those of the gate that fit the run."""
+    which weights they are; ``bounds`` are those of the gate that fit the run. ``updated`` scores the batch by the
+    trainer after an optimizer step on it, once and last (it may move the bench's weights); None: there is none."""
 
     bench: Bench
     config: RunConfig
@@ -58,6 +61,7 @@ class Evidence:
     exact: bool
     note: str
     bounds: tuple[BoundConfig, ...]
+    updated: Updated | None = None
 
 
 def keep_evidence(parts: Parts, folder: RunFolder, progress: Progress) -> None:
@@ -134,7 +138,22 @@ def from_run(run_dir: Path, step: int | None = None, device: str | None = None) 
     model, vocab_limit, at, note = _weights(run_dir, config, step, version, device)
     setting = Setting(config.rollout, config.trainer, trainer_temperature=config.rollout.temperature)
     bench = Bench(model, setting, recorded, version=version, vocab_limit=vocab_limit, served=_served(run_dir, step))
-    return Evidence(bench, config, step, at == version, note, bounds_for(config, device))
+    updated = _checkpoint_scores(run_dir, config, step, bench, device)
+    return Evidence(bench, config, step, at == version, note, bounds_for(config, device), updated)
+
+
+def _checkpoint_scores(run_dir: Path, config: RunConfig, step: int, bench: Bench, device: str) -> Updated | None:
+    """The batch scored by the weights that its own step saved, if it did."""
+    path = run_dir / "checkpoints" / f"step-{step:06d}"
+    if not path.is_dir() or verify(path):
+        return None
+
+    def updated() -> Mapping[str, LogProbs]:
+        model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
+        trainer = _loaded_trainer(config, model, bench.vocab_limit, path)
+        return trainer.logprobs(bench.sequences)
+
+    return updated
 
 
 def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: str) -> tuple[Any, int, int, str]:
@@ -152,10 +171,7 @@ def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: 
             _warm_up(config, model, tokenizer, vocab_limit)
         return model, vocab_limit, 0, "weights: version 0, built again from the configuration"
     checkpoint_step, path = found
-    trainer = FsdpTrainer(
-        model, config.trainer, total_optimizer_steps=1, temperature=config.rollout.temperature, vocab_limit=vocab_limit
-    )
-    trainer.load(path / TRAINER)
+    trainer = _loaded_trainer(config, model, vocab_limit, path)
     note = f"weights: version {trainer.version}, checkpoint of step {checkpoint_step}"
     if trainer.version != version:
         note += (
@@ -163,6 +179,14 @@ def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: 
             "differences include what the optimizer moved in between"
         )
     return model, vocab_limit, trainer.version, note
+
+
+def _loaded_trainer(config: RunConfig, model: Any, vocab_limit: int | None, checkpoint: Path) -> FsdpTrainer:
+    trainer = FsdpTrainer(
+        model, config.trainer, total_optimizer_steps=1, temperature=config.rollout.temperature, vocab_limit=vocab_limit
+    )
+    trainer.load(checkpoint / TRAINER)
+    return trainer
 
 
 def _checkpoint_before(run_dir: Path, step: int) -> tuple[int, Path] | None:
@@ -190,7 +214,8 @@ def _warm_up(config: RunConfig, model: Any, tokenizer: Any, vocab_limit: int) ->
 @contextmanager
 def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
     """A batch sampled now, by an engine that is refitted twice before: from other weights, so that a tensor that does
-    not arrive shows, and to the recipe's own. Nothing is trained and nothing is written."""
+    not arrive shows, and to the recipe's own. Nothing is written, and nothing is trained before ``updated`` is asked
+    for."""
     with assembled(config, say, warm_up=True) as parts:
         receiver = parts.engine.receiver()
         source = parts.trainer.weights()
@@ -209,7 +234,16 @@ def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
             vocab_limit=parts.trainer.forward.head.vocab_limit,
             served=served_differences(source, receiver),
         )
-        yield Evidence(bench, config, 0, True, "weights: the recipe's own, version 0", parts.gate.bounds)
+
+        def updated() -> Mapping[str, LogProbs]:
+            batches = optimizer_parts(parts, rollouts, score_models(parts, rollouts)).batches()
+            if not batches:
+                raise ReplayError("every group of this batch was dropped: there is nothing to take a step on")
+            parts.trainer.forward_backward(batches[0], parts.objective)
+            parts.trainer.optim_step()
+            return parts.trainer.logprobs(bench.sequences)
+
+        yield Evidence(bench, config, 0, True, "weights: the recipe's own, version 0", parts.gate.bounds, updated)
 
 
 def with_options(evidence: Evidence, *, dtype: str | None = None, path: Any = None) -> Evidence:

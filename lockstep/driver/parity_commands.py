@@ -75,18 +75,23 @@ def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool
         bounds = {bound.metric: bound.bound for bound in evidence.bounds}
         pairs = plan(Deployment.of(evidence.config))
         say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
-        results = measure_pairs(evidence.bench, pairs, bounds)
+        if evidence.updated is None:
+            left_out = [pair.name for pair in pairs if pair.second == "updated"]
+            pairs = tuple(pair for pair in pairs if pair.second != "updated")
+            for name in left_out:
+                say(f"{name} (staleness) is not measured: there is no checkpoint of step {evidence.step} itself")
+        results = measure_pairs(evidence.bench, pairs, bounds, evidence.updated)
     if as_json:
         print(json.dumps({"note": evidence.note, "exact": evidence.exact, "pairs": [_plain(one) for one in results]}))
     else:
         rows = [[one.pair.name, one.pair.isolates, *_numbers(one.agreement), _word(one)] for one in results]
         title = ", ".join(f"{metric} bound {bound:g}" for metric, bound in bounds.items())
         print_table(title, ["pair", "isolates", *SHOWN, "tokens", "judgement"], rows)
-        means = [one.agreement.metrics.get("abs_diff/mean") for one in results]
+        means = [one.agreement.metrics.get("abs_diff/mean") for one in results if one.pair.judged]
         if all(mean is not None for mean in means):
             total = sum(mean or 0.0 for mean in means[:-1])
             print(f"the links add up to {total:.3g}; their ends differ by {means[-1]:.3g}, which can't be more")
-    return DONE if all(one.holds for one in results) else FAILED
+    return DONE if all(one.holds for one in results if one.pair.judged) else FAILED
 
 
 def replay(
@@ -259,6 +264,8 @@ def _numbers(agreement: Agreement) -> list[str]:
 
 
 def _word(one: Measured) -> str:
+    if not one.pair.judged:
+        return "told, not judged"
     return "unjudged" if one.holds is None else "holds" if one.holds else f"ABOVE THE BOUND on {one.metric}"
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from lockstep.agreement import self_difference
 from lockstep.driver.assembly import Parts
 from lockstep.interfaces import LogProbs
-from lockstep.records import Rollout, TrainSequence
+from lockstep.records import Batch, Rollout, TrainSequence
 from lockstep.spans import span
-from lockstep.train.corrections import needs_extra_pass
+from lockstep.train.advantages import prepare
+from lockstep.train.corrections import Corrected, apply_corrections, needs_extra_pass
 
 NUM_SELF_CHECK_SEQUENCES = 8
 
@@ -35,6 +36,34 @@ def score_models(parts: Parts, rollouts: Seq[Rollout]) -> ModelScores:
             reference=parts.reference.logprobs(sequences) if parts.reference else None,
             teacher=parts.teacher.logprobs(sequences) if parts.teacher else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerParts:
+    """What each optimizer step of a batch trains on, in order, and the metrics of the rewards' preparation."""
+
+    steps: tuple[Corrected, ...]
+    metrics: Mapping[str, float]
+
+    def batches(self) -> list[Batch]:
+        """One batch for each optimizer step."""
+        return [Batch(one.items, one.denominator_tokens, one.denominator_rollouts) for one in self.steps]
+
+
+def optimizer_parts(parts: Parts, rollouts: Seq[Rollout], scores: ModelScores) -> OptimizerParts:
+    """Rewards to advantages, the batch cut into its optimizer steps, corrections applied to each."""
+    config = parts.algorithm
+    prepared = prepare(
+        rollouts,
+        config,
+        max_new_tokens=parts.config.rollout.max_new_tokens,
+        teacher=scores.teacher,
+        reference=scores.reference,
+        live=scores.live,
+    )
+    split = split_for_optimizer(prepared.items, config.optimizer_steps_per_batch)
+    corrected = tuple(apply_corrections(items, scores.live, config.corrections) for items in split)
+    return OptimizerParts(corrected, prepared.metrics)
 
 
 def self_agreement(parts: Parts, rollouts: Seq[Rollout]) -> dict[str, float]:

@@ -11,13 +11,13 @@ The log-prob that was sampled and the one that is trained are the two ends of a 
 
 The differences along the chain add up, token by token, to the difference of its ends; so mean|d| of the ends is at most
 the sum of the links' mean|d|. If every link is near zero the ends agree, and if the ends disagree, a link shows it.
-Staleness is no link: tokens of other versions are set apart before (``Agreement.num_stale``), and only a deployment
-that trains on them compares version with version.
+Staleness is no link: tokens of other versions are set apart before (``Agreement.num_stale``). A deployment that trains
+on them, because several optimizer steps share a batch, compares version with version: that pair is told, not judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,7 +28,7 @@ from lockstep.interfaces import LogProbs
 from lockstep.parity.measure import measure_scores
 from lockstep.parity.replay import Bench
 
-Node = Literal["sampled", "decode", "prefill", "loaded", "single", "trained", "older"]
+Node = Literal["sampled", "decode", "prefill", "loaded", "single", "trained", "updated"]
 
 NODES: dict[Node, str] = {
     "sampled": "what the engine reported when it sampled",
@@ -37,7 +37,7 @@ NODES: dict[Node, str] = {
     "loaded": "an engine freshly loaded with the trainer's weights, in one prefill",
     "single": "the trainer, one sequence at a time",
     "trained": "the trainer, packed as it trains",
-    "older": "the trainer at the version that sampled",
+    "updated": "the trainer after an optimizer step on that batch",
 }
 
 
@@ -52,18 +52,22 @@ class Deployment:
 
     @classmethod
     def of(cls, config: RunConfig) -> Deployment:
-        """Of a run as configured: one process, its engine refitted after each step, nothing stale."""
-        return cls(refits=True, packs=config.trainer.packing != "single")
+        """Of a run as configured: its engine is refitted after each batch; when several optimizer steps share one, all
+        but the first train on tokens of an older version."""
+        mixes = config.algorithm.optimizer_steps_per_batch > 1
+        return cls(refits=True, packs=config.trainer.packing != "single", mixes_versions=mixes)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two nodes that differ in one thing: what it isolates, and why this deployment needs it."""
+    """Two nodes that differ in one thing: what it isolates, and why this deployment needs it. ``judged`` False: the
+    difference is meant to be there, and no bound is held against it."""
 
     first: Node
     second: Node
     isolates: str
     reason: str
+    judged: bool = True
 
     @property
     def name(self) -> str:
@@ -73,7 +77,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One pair's agreement, and whether every metric with a bound is at or below it (None: nothing was measured).
+    """One pair's agreement, and whether every metric with a bound is at or below it (None: nothing was measured, or
+    the pair is not judged).
 
     ``metric``, ``value`` and ``bound`` are those of the first one that is not, else of the first one.
     """
@@ -105,7 +110,7 @@ def plan(deployment: Deployment) -> tuple[Pair, ...]:
         pairs.append(Pair(before, node, isolates, reason))
         before = node
     if deployment.mixes_versions:
-        pairs.append(Pair("older", "trained", "staleness", "tokens of older versions are trained on"))
+        pairs.append(Pair("trained", "updated", "staleness", "tokens of an older version are trained on", judged=False))
     return tuple(pairs)
 
 
@@ -113,17 +118,27 @@ ENDS = Pair("sampled", "trained", "all of it", "what the gate judges")
 """The two ends of the chain."""
 
 
-def measure_pairs(bench: Bench, pairs: Seq[Pair], bounds: Mapping[str, float]) -> list[Measured]:
-    """Score the recorded tokens at every node once and compare the pairs, the ends of the chain last. ``bounds`` by
-    metric; a pair holds if it is within all of them.
+Updated = Callable[[], Mapping[str, LogProbs]]
+"""The trainer's log-probs of the recorded tokens after an optimizer step on them."""
 
-    Raises ValueError for a pair with ``older``, which a bench of one version can't score.
+
+def measure_pairs(
+    bench: Bench, pairs: Seq[Pair], bounds: Mapping[str, float], updated: Updated | None = None
+) -> list[Measured]:
+    """Score the recorded tokens at every node once and compare the pairs, the ends of the chain last. ``bounds`` by
+    metric; a pair holds if it is within all of them. ``updated`` is called last, since it may move the bench's weights.
+
+    Raises ValueError for a pair with ``updated`` where that is not given.
     """
     scored: dict[Node, dict[str, LogProbs]] = {}
     for pair in pairs:
         for node in (pair.first, pair.second):
-            if node not in scored:
+            if node not in scored and node != "updated":
                 scored[node] = _score(bench, node)
+    if any("updated" in (pair.first, pair.second) for pair in pairs):
+        if updated is None:
+            raise ValueError(f"{NODES['updated']} needs its weights, and this bench has those of one version")
+        scored["updated"] = {key: LogProbs(one.logprobs, bench.version) for key, one in updated().items()}
     fresh = [
         replace(s, loss_mask=s.loss_mask & (s.versions == bench.version) & (s.kv_versions == bench.version))
         for s in bench.sequences
@@ -134,7 +149,8 @@ def measure_pairs(bench: Bench, pairs: Seq[Pair], bounds: Mapping[str, float]) -
         found = {metric: agreement.metrics.get(metric) for metric in bounds}
         above = [metric for metric, value in found.items() if value is None or not value <= bounds[metric]]
         shown = next(iter(above), next(iter(bounds)))
-        holds = None if agreement.unjudged else not above and not agreement.num_nonfinite
+        unjudged = agreement.unjudged or not pair.judged
+        holds = None if unjudged else not above and not agreement.num_nonfinite
         results.append(Measured(pair, agreement, found[shown], bounds[shown], holds, shown))
     return results
 
@@ -153,4 +169,4 @@ def _score(bench: Bench, node: Node) -> dict[str, LogProbs]:
         return bench.engine_scores(replace(setting, path="prefill"))[0]
     if node == "loaded":
         return bench.engine_scores(replace(setting, path="prefill", reload=("",)))[0]
-    raise ValueError(f"{NODES[node]} needs the weights of that version: build a bench with it and compare the two")
+    raise ValueError(f"{NODES[node]} is not scored by a bench")

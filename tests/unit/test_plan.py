@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.interfaces import LogProbs
 from lockstep.parity.plan import NODES, Deployment, Pair, measure_pairs, plan
 from lockstep.parity.replay import Bench, Recorded
 from lockstep.recipes import find_recipe
@@ -25,7 +26,7 @@ LINKS = ["sampled/decode", "decode/prefill", "prefill/loaded", "loaded/single", 
 @pytest.mark.parametrize("mixes", [True, False])
 def test_the_links_are_a_chain_from_what_was_sampled_to_what_is_trained(refits: bool, packs: bool, mixes: bool) -> None:
     pairs = plan(Deployment(refits, packs, mixes))
-    links = [pair for pair in pairs if pair.first != "older"]
+    links = [pair for pair in pairs if pair.judged]
     assert links[0].first == "sampled"
     assert links[-1].second == "trained"
     assert all(one.second == other.first for one, other in pairwise(links))
@@ -41,6 +42,10 @@ def test_the_plan_of_a_configured_run() -> None:
     assert [pair.name for pair in plan(Deployment.of(config))] == LINKS
     alone = config.model_copy(update={"trainer": config.trainer.model_copy(update={"packing": "single"})})
     assert [pair.name for pair in plan(Deployment.of(alone))] == [*LINKS[:3], "loaded/trained"]
+    several = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"optimizer_steps_per_batch": 2})}
+    )
+    assert [pair.name for pair in plan(Deployment.of(several))] == [*LINKS, "trained/updated"]
 
 
 def sampled(bench: Bench, shift: float = 0.0) -> Bench:
@@ -118,5 +123,19 @@ def test_nothing_sampled_is_unjudged_and_another_version_needs_its_weights() -> 
     stale = [replace(one.sequence, versions=one.sequence.versions - 1) for one in bench.recorded]
     bench.recorded = tuple(Recorded(one.rollout_id, s) for one, s in zip(bench.recorded, stale, strict=True))
     assert set(failing(bench).values()) == {None}
-    with pytest.raises(ValueError, match="the trainer at the version that sampled needs the weights"):
-        measure_pairs(bench, [Pair("older", "trained", "staleness", "")], {"abs_diff/mean": BOUND})
+    with pytest.raises(ValueError, match="the trainer after an optimizer step on that batch needs its weights"):
+        measure_pairs(bench, [Pair("trained", "updated", "staleness", "")], {"abs_diff/mean": BOUND})
+
+
+def test_staleness_is_told_with_its_size_and_not_judged() -> None:
+    bench = sampled(make_bench())
+
+    def updated() -> dict[str, LogProbs]:
+        scored = bench.trainer_scores(bench.setting)
+        return {key: LogProbs(one.logprobs + np.float32(0.5), one.version + 1) for key, one in scored.items()}
+
+    results = measure_pairs(bench, plan(Deployment(mixes_versions=True)), {"abs_diff/mean": BOUND}, updated)
+    (staleness,) = [one for one in results if not one.pair.judged]
+    assert staleness.value == pytest.approx(0.5, abs=1e-5)
+    assert staleness.holds is None
+    assert all(one.holds for one in results if one.pair.judged)
