@@ -186,7 +186,7 @@ def mtp_parameters(shape: ModelShape) -> int:
     return shape.mtp_layers * (one.total + merge + collapse)
 
 
-# --- attention: (what heads divide, what stays whole) -------------------------------------------------------------------
+# --- attention: (what heads divide, what stays whole) ----------------------------------------------------------------
 
 
 def _gqa(shape: ModelShape, layer: int, tp: int) -> tuple[int, int]:
@@ -247,7 +247,7 @@ def _indexer(shape: ModelShape, layer: int) -> int:
     return queries + hidden * size + 2 * size if layer in shape.index_layers else 0
 
 
-# --- what follows attention, and what is outside the layers -------------------------------------------------------------
+# --- what follows attention, and what is outside the layers ----------------------------------------------------------
 
 
 def _feed_forward(shape: ModelShape, layer: int, split: Split) -> LayerParameters:
