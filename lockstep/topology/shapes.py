@@ -1,9 +1,10 @@
 """A Hugging Face ``config.json`` as a ``ModelShape``, for the architectures whose parameters and caches are counted.
 
-A key that the configuration leaves out has transformers' own default (that of its configuration class; a test compares),
-because that is what the model is built with. Lists of layers are read in both spellings: transformers' (``layer_types``,
-``mlp_layer_types``, ``indexer_types``) and the checkpoints' (``compress_ratios``, ``local_layer_ids``,
-``first_k_dense_replace``, ``index_topk_freq``). What the formulas do not cover is refused by name, all at once.
+A key that the configuration leaves out has transformers' own default (that of its configuration class, which a test
+compares): it is what the model is built with. Lists of layers are read in both spellings: transformers'
+(``layer_types``, ``mlp_layer_types``, ``indexer_types``) and the checkpoints' (``compress_ratios``,
+``local_layer_ids``, ``first_k_dense_replace``, ``index_topk_freq``). What the formulas do not cover is refused by
+name, all at once.
 """
 
 from __future__ import annotations
