@@ -54,7 +54,8 @@ def replay(
     run_dir: RunArgument,
     step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="The step whose batch is scored again.")],
     engine: Annotated[
-        Literal["torch", "trainer"], typer.Option(help="Score by the embedded engine, or by the trainer's forward.")
+        Literal["torch", "vllm", "trainer"],
+        typer.Option(help="Score by the embedded engine, by vLLM (in its environment), or by the trainer's forward."),
     ] = "torch",
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None, typer.Option(help="Compute in this dtype; default: the run's.")

@@ -21,6 +21,7 @@ from lockstep.config.gate_checks import bounds_for
 from lockstep.config.load import load_run_config
 from lockstep.config.schema import BoundConfig, RunConfig
 from lockstep.driver.assembly import Parts, assembled
+from lockstep.driver.engines import build_engine, close_engine
 from lockstep.driver.folder import TRAINER, no_recipe, save_checkpoint
 from lockstep.driver.progress import Progress
 from lockstep.driver.scoring import optimizer_parts, score_models
@@ -30,11 +31,13 @@ from lockstep.interfaces import LogProbs, Task
 from lockstep.metrics.checkpoints import verify
 from lockstep.metrics.run_folder import CONFIG, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
+from lockstep.model.weights import ModelWeights
 from lockstep.parity.plan import Updated
 from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
 from lockstep.refit.names import named_for
 from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import run_refit
+from lockstep.refit.transports import make_transport
 from lockstep.tasks.build import build_task
 from lockstep.tasks.prompt import PromptRenderer
 from lockstep.train.fsdp import FsdpTrainer
@@ -244,6 +247,28 @@ def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
             return parts.trainer.logprobs(bench.sequences)
 
         yield Evidence(bench, config, 0, True, "weights: the recipe's own, version 0", parts.gate.bounds, updated)
+
+
+def vllm_scores(evidence: Evidence) -> tuple[dict[str, LogProbs], str]:
+    """The recorded tokens' log-probs by a vLLM that is started here and refitted with the trainer's weights, and the
+    refit's claims in words. Raises EngineUnavailable, with the way out, without vLLM."""
+    bench, setting = evidence.bench, evidence.bench.setting
+    plain = {"engine": "vllm", "process": "inline", "quantisation": "none", "fast_path": "auto"}
+    rollout = setting.rollout.model_copy(update=plain)
+    engine = build_engine(
+        evidence.config.model_copy(update={"rollout": rollout}),
+        bench.model,
+        decode=lambda tokens: "",  # nothing is generated, so no text is looked at
+        vocab_limit=bench.vocab_limit or bench.model.get_input_embeddings().num_embeddings,  # pyright: ignore
+        max_prompt_tokens=max(len(sequence.tokens) for sequence in bench.sequences),
+    )
+    try:
+        source = ModelWeights(bench.model, bench.version)
+        receipt = run_refit(source, engine.receiver(), make_transport("local", evidence.config.refit), verify=True)
+        claims = ", ".join(f"{claim.name} {claim.status}" for claim in receipt.claims)
+        return engine.score(bench.sequences, path=setting.path), claims
+    finally:
+        close_engine(engine)
 
 
 def with_options(evidence: Evidence, *, dtype: str | None = None, path: Any = None) -> Evidence:

@@ -21,7 +21,7 @@ import rich.table
 
 from lockstep.agreement import Agreement
 from lockstep.config.schema import BoundConfig
-from lockstep.driver.evidence import Evidence, ReplayError, from_recipe, from_run, with_options
+from lockstep.driver.evidence import Evidence, ReplayError, from_recipe, from_run, vllm_scores, with_options
 from lockstep.interfaces import LogProbs
 from lockstep.parity.attribute import Attribution, Scores, Trial, attribute, sentence
 from lockstep.parity.bootstrap import METRICS, metric_value
@@ -104,13 +104,17 @@ def replay(
     path: str,
     as_json: bool,
 ) -> int:
-    """Score a recorded batch again on ``engine`` ("torch", or "trainer") and hold it against what the run recorded."""
+    """Score a recorded batch again on ``engine`` ("torch", "vllm" or "trainer") and hold it against what the run
+    recorded. vLLM is started anew and refitted with the trainer's weights, its claims checked."""
     evidence = with_options(from_run(run_dir, step, device), dtype=dtype, path=path)
     bench, setting = evidence.bench, evidence.bench.setting
     if engine == "trainer":
         trainer = setting.trainer.model_copy(update={"dtype": dtype or setting.trainer.dtype})
         scored = bench.trainer_scores(replace(setting, trainer=trainer))
         what = f"trainer in {trainer.dtype}"
+    elif engine == "vllm":
+        scored, claims = vllm_scores(evidence)
+        what = f"vLLM in {setting.rollout.dtype} by {setting.path}, refitted with the trainer's weights ({claims})"
     else:
         scored = bench.engine_scores(setting)[0]
         what = f"engine in {setting.rollout.dtype} by {setting.path}"

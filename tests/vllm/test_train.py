@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lockstep.metrics.sinks import read_jsonl
 
@@ -51,3 +54,31 @@ def test_a_run_with_vllm_resumes(tmp_path: Path) -> None:
     rows = train(tmp_path / "run", "steps=4", *small)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["agreement/abs_diff/mean"] <= BOUND for row in rows if row["step"] > 0)
+
+
+def test_a_recorded_batch_is_scored_again_by_vllm_on_either_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with the embedded engine, re-scored by another engine without the loop."""
+    from lockstep.driver.parity_commands import replay
+    from lockstep.loop import train as train_here
+    from lockstep.recipes import load_recipe
+    from lockstep.rollout.vllm_scoring import VllmScorer
+
+    small = ["steps=2", "supervised.steps=8", "algorithm.num_prompts=4", "eval.num_problems=4", "threads=1"]
+    assert train_here(load_recipe("tiny-qwen3-moe", small), tmp_path / "run") == 0
+    capsys.readouterr()
+    asked, original = [], VllmScorer.score
+
+    def score(self, sequences, path):
+        asked.append(path)
+        return original(self, sequences, path)
+
+    monkeypatch.setattr(VllmScorer, "score", score)
+    for path in ("prefill", "decode"):
+        options: dict[str, Any] = {"dtype": None, "device": None, "path": path, "as_json": True}
+        assert replay(tmp_path / "run", 1, engine="vllm", **options) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert asked[-1] == path
+        assert 0 < found["pairs"]["recorded trainer/replayed"]["abs_diff/mean"] <= BOUND
+        assert "loaded held" in found["replayed"]
