@@ -1,8 +1,8 @@
 """Rules between settings: one function each, its docstring the rule and its reason. ``check`` runs them all.
 
 Those of the algorithm are in ``algorithm_checks.py``, of the gate in ``gate_checks.py``, of the rollout engine in
-``engine_checks.py``, of its process and the transports in ``process_checks.py``; here are those of trainer, model,
-prompt and task.
+``engine_checks.py``, of its process and the transports in ``process_checks.py``, of devices and layouts in
+``cluster_checks.py``; here are those of trainer, model, prompt and task.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
+import lockstep.config.cluster_checks
 import lockstep.config.engine_checks
 import lockstep.config.gate_checks
-import lockstep.config.process_checks  # noqa: F401  the rules of all three join RULES
+import lockstep.config.process_checks  # noqa: F401  the rules of all four join RULES
 from lockstep.config.algorithm_checks import RULES, inert, rule
 from lockstep.config.errors import Violation
 from lockstep.config.schema import ArithmeticTask, FileTask, GgufModel, RunConfig
@@ -86,8 +87,8 @@ def shared_weights_have_one_dtype(config: RunConfig) -> Iterator[Violation]:
 
 @rule
 def quantised_weights_are_copies(config: RunConfig) -> Iterator[Violation]:
-    """Quantised weights are other tensors than the trainer's, so there is nothing to alias; only the torch engine is
-    made to be refitted with them."""
+    """Quantised weights are other tensors than the trainer's, so there is nothing to alias. Of the engines that the
+    fsdp trainer refits only torch is made for them."""
     scheme = config.rollout.quantisation
     if scheme == "none":
         return
@@ -95,7 +96,7 @@ def quantised_weights_are_copies(config: RunConfig) -> Iterator[Violation]:
         message = f"an engine quantised {scheme} can't alias the trainer's weights"
         way_out = 'set refit.transport = "local", or rollout.quantisation = "none"'
         yield Violation("refit.transport", message, way_out, ("rollout.quantisation",))
-    if config.rollout.engine != "torch":
+    if config.rollout.engine == "vllm" and config.trainer.backend == "fsdp":
         message = f"{scheme} is not served by the {config.rollout.engine} engine"
         way_out = 'set rollout.engine = "torch", or rollout.quantisation = "none"'
         yield Violation("rollout.quantisation", message, way_out, ("rollout.engine",))

@@ -27,10 +27,11 @@ VLLM_ENGINE_ARGS = {
 @rule
 def settings_belong_to_the_engine(config: RunConfig) -> Iterator[Violation]:
     """The hand-written decoder is the torch engine's; ``[rollout.vllm]`` is vLLM's."""
+    because = f"with the {config.rollout.engine} engine"
+    if config.rollout.engine != "torch":
+        yield from inert(config.rollout, "rollout", "fast_path", because, ("rollout.engine",))
     if config.rollout.engine == "vllm":
-        yield from inert(config.rollout, "rollout", "fast_path", "with the vLLM engine", ("rollout.engine",))
         return
-    because = "with the torch engine"
     names = "kv_cache_bytes max_model_len enforce_eager engine_args"
     yield from inert(config.rollout.vllm, "rollout.vllm", names, because, ("rollout.engine",))
 

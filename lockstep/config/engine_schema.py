@@ -6,16 +6,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from lockstep.config.cluster_schema import EngineLayoutConfig, SglangConfig
 from lockstep.config.section import Dtype, Quantisation, Section
 
 
 class VllmConfig(Section):
     """Settings of the vLLM engine alone."""
 
-    kv_cache_bytes: int = Field(
+    kv_cache_bytes: int | None = Field(
         default=1 << 30,
         ge=1 << 20,
-        description="Memory of cached keys and values; given in bytes because the trainer may live on the same device.",
+        description="Memory of cached keys and values; given in bytes because the trainer may live on the same device. "
+        "none: what rollout.layout.memory_fraction leaves.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -37,10 +39,10 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     """The rollout engine and how it samples."""
 
-    engine: Literal["torch", "vllm"] = Field(
+    engine: Literal["torch", "vllm", "sglang"] = Field(
         default="torch",
         description="torch: embedded, transformers' modules; vllm: vLLM, in the trainer's process or, with "
-        'rollout.process = "separate", in its own (needs its own environment).',
+        'rollout.process = "separate", in its own (needs its own environment); sglang: planned for, not run yet.',
     )
     process: Literal["inline", "separate"] = Field(
         default="inline",
@@ -72,7 +74,9 @@ class RolloutConfig(Section):
     )
     prefill_tokens: int = Field(default=4096, ge=1, description="Most prompt tokens in one prefill forward.")
     record_routes: bool = Field(default=False, description="Record expert ids of MoE layers with each rollout.")
+    layout: EngineLayoutConfig = EngineLayoutConfig()
     vllm: VllmConfig = VllmConfig()
+    sglang: SglangConfig = SglangConfig()
 
 
 class RefitConfig(Section):

@@ -9,8 +9,9 @@ Rules that are not visible in the schema:
 - ``unset = ["trainer.clip_grad_norm"]`` in a file, or ``--set trainer.clip_grad_norm=none``, sets a key that may be
   none to none (TOML has no null).
 - A relative path (keys ``model.path``, ``task.path``, …) is relative to the TOML file that sets it; in ``--set`` and
-  in recipes, to the working directory. The resolved configuration holds absolute paths.
-- Nothing is expanded: no ``~``, no environment variables.
+  in recipes, to the working directory. ``~`` and variables are expanded in these keys alone (``paths.py``). The
+  resolved configuration holds absolute paths.
+- Overlays and variants of a recipe lie between it and the files that extend it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from pydantic import ValidationError
 from lockstep.config.checks import check
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.keys import describe, discriminator, nearest_keys, sections, strip_tags
-from lockstep.config.schema import RunConfig, Section
+from lockstep.config.paths import escape, with_paths
+from lockstep.config.schema import PATH_KEYS, RunConfig, Section
 from lockstep.config.toml_text import KeyPath, dotted, format_value, leaves, split_dotted, value_lines
 from lockstep.config.tree import (
+    Change,
     Leaf,
     Tree,
+    change_tree,
     document_tree,
     find,
     make_leaf,
@@ -50,6 +54,10 @@ from lockstep.config.tree import (
 FindRecipe = Callable[[str], RunConfig]
 """Looks a recipe up by name; raises ``ConfigError`` for an unknown one."""
 
+ChangesOf = Callable[[str, Any], Sequence[Change]]
+"""The overlay and variants of a recipe, by its name ("" for a file that extends none) and by what is laid on it: files
+and ``--set`` as nested dicts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
@@ -60,14 +68,25 @@ class ResolvedConfig:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def load_run_config(recipe: str, overrides: Sequence[str] = (), *, find_recipe: FindRecipe) -> ResolvedConfig:
-    """The configuration of ``recipe`` (a recipe's name or a TOML file) with ``overrides`` ("a.b=c").
+def load_run_config(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    find_recipe: FindRecipe,
+    changes_of: ChangesOf | None = None,
+    options: Sequence[Change] = (),
+) -> ResolvedConfig:
+    """The configuration of ``recipe`` (a recipe's name or a TOML file) with ``overrides`` ("a.b=c"); ``options`` are
+    those of the command line that stand for a key, and win.
 
     Raises ``ConfigError`` with every problem at once: keys, values, types, ranges, settings that disagree.
     """
-    layers = _base_layers(recipe, find_recipe, ())
+    name, layers = _base_layers(recipe, find_recipe, ())
     overlay, violations = _overrides_tree(overrides)
-    return _resolve(reduce(merge, [*layers, overlay]), f"configuration of {recipe}", violations, layers[0])
+    above = reduce(merge, [*layers[1:], overlay, change_tree(options)], {})
+    changes = change_tree(changes_of(name, plain_values(above))) if changes_of else {}
+    tree = reduce(merge, [layers[0], changes, above])
+    return _resolve(tree, f"configuration of {recipe}", violations, layers[0])
 
 
 def resolve_config(config: RunConfig, origin: str) -> ResolvedConfig:
@@ -118,6 +137,7 @@ def _dump_section(section: Any, path: KeyPath, origins: dict[str, str], unset: l
             values.append(f"# {dotted((name,))}: none{_comment(origins.get(key))}")
         else:
             plain = section.model_dump(mode="json", include={name})[name] if is_section else value
+            plain = escape(plain) if key in PATH_KEYS and isinstance(plain, str) else plain
             values.append(f"{dotted((name,))} = {format_value(plain)}{_comment(origins.get(key))}")
     return values + tables
 
@@ -129,10 +149,10 @@ def _comment(origin: str | None) -> str:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def _base_layers(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -> list[Tree]:
-    """The layers of a recipe or a file, the one that all others change first."""
+def _base_layers(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -> tuple[str, list[Tree]]:
+    """The recipe at the bottom ("": none) and the layers, the one that all others change first."""
     if not recipe.endswith(".toml") and os.sep not in recipe:
-        return [section_tree(find_recipe(recipe), f"recipe {recipe}")]
+        return recipe, [section_tree(find_recipe(recipe), f"recipe {recipe}")]
     path = Path(recipe)
     if path.resolve() in seen:
         chain = " → ".join(str(p) for p in (*seen, path.resolve()))
@@ -156,12 +176,13 @@ def _base_layers(recipe: str, find_recipe: FindRecipe, seen: tuple[Path, ...]) -
     for key in _unset_paths(recipe, unset):
         put(overlay, key, Leaf(None, origin(("unset",))))
     if extends is None:
-        return [overlay]
+        return "", [overlay]
     if not isinstance(extends, str):
         raise _fatal(recipe, f"extends = {extends!r} is not text", 'write extends = "a recipe\'s name or a TOML file"')
     if extends.endswith(".toml") or os.sep in extends:
         extends = str(path.parent / extends)
-    return [*_base_layers(extends, find_recipe, (*seen, path.resolve())), overlay]
+    name, layers = _base_layers(extends, find_recipe, (*seen, path.resolve()))
+    return name, [*layers, overlay]
 
 
 def _unset_paths(subject: str, unset: Any) -> list[KeyPath]:
@@ -219,8 +240,9 @@ def _parse_value(raw: str) -> Any:
 
 
 def _resolve(tree: Tree, subject: str, violations: list[Violation], base: Tree | None = None) -> ResolvedConfig:
+    tree, unknown_paths = with_paths(tree, os.environ)
     config, problems = _validate(tree)
-    violations = violations + problems
+    violations = violations + unknown_paths + problems
     if config is None:
         # The rest may still be checked with the wrong keys left out (or as in ``base``): all problems show at once.
         wrong = {v.key.split("[")[0].removesuffix(".source").removesuffix(".kind") for v in problems}

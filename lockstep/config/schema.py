@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lockstep.config.cluster_schema import ClusterConfig, MegatronConfig, TrainLayoutConfig
 from lockstep.config.engine_schema import RefitConfig, RolloutConfig, VllmConfig
 from lockstep.config.gate_schema import BoundConfig, CorrectionConfig, GateConfig
 from lockstep.config.section import Dtype, Section
 
 __all__ = [
     "BoundConfig",
+    "ClusterConfig",
     "CorrectionConfig",
     "Dtype",
     "GateConfig",
@@ -42,6 +44,9 @@ class PathModel(Section):
 
     source: Literal["path"] = "path"
     path: str = Field(description="Folder with config.json, safetensors and tokenizer files.")
+    catalogue: str | None = Field(
+        default=None, description="Its name in the catalogue of models: planning then needs no file of it."
+    )
 
 
 class GgufModel(Section):
@@ -51,6 +56,9 @@ class GgufModel(Section):
     path: str | None = Field(default=None, description="A .gguf file.")
     package: str | None = Field(
         default=None, description="An installed distribution that contains exactly one .gguf file."
+    )
+    catalogue: str | None = Field(
+        default=None, description="Its name in the catalogue of models: planning then needs no file of it."
     )
 
 
@@ -270,6 +278,11 @@ class TrainerConfig(Section):
         description="auto: shared_prompt (a prompt that several samples share is computed once) where the architecture "
         "packs exactly, right padding where it does not.",
     )
+    backend: Literal["fsdp", "megatron"] = Field(
+        default="fsdp", description="fsdp: torch's, in this process; megatron: planned for, not run yet."
+    )
+    layout: TrainLayoutConfig = TrainLayoutConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
@@ -307,6 +320,7 @@ class RunConfig(Section):
         description="Precision of the output head's product, on both sides: the model's own, or float32 over the same "
         "weights (less noise in bfloat16 log-probs, slower).",
     )
+    cluster: ClusterConfig = ClusterConfig()
     model: ModelSource
     reference: ModelSource | None = Field(default=None, description="Reference of the KL; None: the initial policy.")
     teacher: ModelSource | None = Field(default=None, description="Teacher of on-policy distillation.")

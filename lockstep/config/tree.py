@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.keys import discriminator, sections, single_literal
 from lockstep.config.schema import PATH_KEYS, RunConfig, Section
-from lockstep.config.toml_text import KeyPath, dotted
+from lockstep.config.toml_text import KeyPath, dotted, split_dotted
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A value of the merged tree and its origin. Values are plain: str, int, float, bool, None, list, dict (inside
-    lists or empty)."""
+    lists or empty). ``folder``: what a relative path is seen from, for the keys that name files (``paths.with_paths``
+    expands those and makes them absolute)."""
 
     value: Any
     origin: str
+    folder: Path | None = None
 
 
 Tree = dict[str, "Tree | Leaf"]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key (dotted) that a layer sets, and what its origin is shown as."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def change_tree(changes: Iterable[Change]) -> Tree:
+    """Changes as a layer; a later one of the same key wins. Relative paths are seen from the working directory."""
+    tree: Tree = {}
+    for change in changes:
+        path = split_dotted(change.key)
+        value = change.value if isinstance(change.value, dict) and change.value else None
+        node = make_leaf(path, change.value, change.origin, Path())
+        put(tree, path, document_tree(value, lambda _, origin=change.origin: origin, Path(), path) if value else node)
+    return tree
+
+
 def document_tree(node: dict[str, Any], origin: Callable[[KeyPath], str], folder: Path, path: KeyPath = ()) -> Tree:
-    """Nested dicts as a tree; relative paths (``PATH_KEYS``) become absolute, seen from ``folder``."""
+    """Nested dicts as a tree; relative paths (``PATH_KEYS``) are seen from ``folder``."""
     return {
         name: document_tree(value, origin, folder, (*path, name))
         if isinstance(value, dict) and value
@@ -36,10 +57,8 @@ def document_tree(node: dict[str, Any], origin: Callable[[KeyPath], str], folder
 
 
 def make_leaf(path: KeyPath, value: Any, origin: str, folder: Path) -> Leaf:
-    """A leaf at ``path``; the value of a key that names a file is made absolute, seen from ``folder``."""
-    if dotted(path) in PATH_KEYS and isinstance(value, str):
-        value = os.path.abspath(folder / value)
-    return Leaf(value, origin)
+    """A leaf at ``path``; that of a key that names a file knows the folder it is seen from."""
+    return Leaf(value, origin, folder if dotted(path) in PATH_KEYS else None)
 
 
 def section_tree(section: Section, origin: str) -> Tree:

@@ -52,7 +52,8 @@ class VllmSettings:
 
     ``model_folder`` holds ``config.json`` (``write_model_folder``); with ``load_format`` "dummy" the weights are
     random until a refit, with "safetensors" they are the folder's. ``max_model_len``: longest prompt and answer
-    together, in tokens (None: the model's context). ``version``: of the folder's weights.
+    together, in tokens (None: the model's context). The cache has ``kv_cache_bytes``, or what ``memory_fraction`` of
+    the card leaves. ``version``: of the folder's weights.
     """
 
     model_folder: str
@@ -61,7 +62,8 @@ class VllmSettings:
     max_model_len: int | None = None
     num_slots: int = 64
     prefill_tokens: int = 4096
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = 1 << 30
+    memory_fraction: float | None = None
     enforce_eager: bool = True
     temperature: float = 1.0
     record_routes: bool = False
@@ -82,6 +84,7 @@ class VllmSettings:
                 "num_slots": config.num_slots,
                 "prefill_tokens": config.prefill_tokens,
                 "kv_cache_bytes": vllm.kv_cache_bytes,
+                "memory_fraction": config.layout.memory_fraction,
                 "enforce_eager": vllm.enforce_eager,
                 "temperature": config.temperature,
                 "record_routes": config.record_routes,
@@ -188,7 +191,6 @@ def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -
         "dtype": settings.dtype,
         "load_format": settings.load_format,
         "max_num_seqs": settings.num_slots,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "enforce_eager": settings.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -198,6 +200,10 @@ def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -
         "max_num_batched_tokens": max(settings.prefill_tokens, settings.num_slots),
         "disable_log_stats": True,
     }
+    if settings.kv_cache_bytes is not None:
+        fixed["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.memory_fraction is not None:
+        fixed["gpu_memory_utilization"] = settings.memory_fraction
     text_config = _text_config(settings.model_folder)
     context = getattr(text_config, "max_position_embeddings", None)
     if longest := settings.max_model_len or context:

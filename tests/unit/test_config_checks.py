@@ -55,6 +55,8 @@ def a_bound(**fields: Any) -> dict[str, Any]:
 FP8 = {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]}
 
 VLLM = {"rollout.engine": "vllm"}
+SGLANG = {"rollout.engine": "sglang", "rollout.process": "separate"}
+MEGATRON = {"trainer.backend": "megatron"}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("settings_belong_to_the_engine", VLLM | {"rollout.fast_path": "off"}, "rollout.fast_path"),
@@ -238,6 +240,37 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("file_task_is_consistent", FILE | {"task.heldout_path": "/h", "task.num_heldout": 8}, "task.num_heldout"),
     ("file_task_is_consistent", FILE | {"task.answer_key": None}, "task.answer_key"),
     ("evaluation_fits_the_heldout_problems", {"eval.num_problems": 65}, "eval.num_problems"),
+    ("settings_belong_to_the_trainer", {"trainer.layout.tp": 2}, "trainer.layout.tp"),
+    ("settings_belong_to_the_trainer", {"trainer.megatron.recompute": "full"}, "trainer.megatron.recompute"),
+    ("settings_belong_to_the_trainer", MEGATRON | {"trainer.layout.replicate": 2}, "trainer.layout.replicate"),
+    (
+        "settings_belong_to_the_trainer",
+        MEGATRON | {"trainer.gradient_checkpointing": True},
+        "trainer.gradient_checkpointing",
+    ),
+    ("settings_belong_to_the_trainer", MEGATRON | {"trainer.packing": "shared_prompt"}, "trainer.packing"),
+    ("layout_belongs_to_the_engine", {"rollout.layout.tp": 2}, "rollout.layout.tp"),
+    ("layout_belongs_to_the_engine", {"rollout.layout.memory_fraction": 0.5}, "rollout.layout.memory_fraction"),
+    ("layout_belongs_to_the_engine", VLLM | {"rollout.layout.dp_attention": True}, "rollout.layout.dp_attention"),
+    (
+        "layout_belongs_to_the_engine",
+        VLLM | {"rollout.sglang.engine_args.page_size": 64},
+        "rollout.sglang.engine_args",
+    ),
+    ("sglang_has_processes_of_its_own", {"rollout.engine": "sglang"}, "rollout.process"),
+    (
+        "sglang_engine_args_are_harmless",
+        SGLANG | {"rollout.sglang.engine_args.quantization": "fp8"},
+        "rollout.sglang.engine_args",
+    ),
+    ("vllm_sizes_its_cache_once", VLLM | {"rollout.layout.memory_fraction": 0.5}, "rollout.layout.memory_fraction"),
+    ("devices_are_the_trainers_or_the_engines", {"cluster.rollout_gpus": 4}, "cluster.rollout_gpus"),
+    ("devices_are_the_trainers_or_the_engines", {"cluster.colocated": False}, "cluster.rollout_gpus"),
+    (
+        "devices_are_the_trainers_or_the_engines",
+        {"cluster.colocated": False, "cluster.rollout_gpus": 8, "cluster.nodes": 8},
+        "cluster.rollout_gpus",
+    ),
 ]
 
 ALLOWED: list[dict[str, Any]] = [
@@ -285,6 +318,12 @@ ALLOWED: list[dict[str, Any]] = [
     {"gate.bounds": [a_bound(), a_bound(quantisation="fp8"), a_bound(quantisation="fp8_ue8m0")]},
     FP8,
     {"device": "cuda", "gate.bounds": [a_bound(hardware="cuda", shown=True)]},
+    {"trainer.layout.replicate": 2, "cluster.nodes": 4},
+    MEGATRON | {"trainer.layout.tp": 2, "trainer.megatron.recompute": "full", "trainer.packing": "padded"},
+    VLLM | {"rollout.vllm.kv_cache_bytes": None, "rollout.layout.memory_fraction": 0.5},
+    SGLANG | {"rollout.layout.dp_attention": True, "rollout.sglang.engine_args.page_size": 64},
+    SGLANG | MEGATRON | {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]},
+    {"cluster.colocated": False, "cluster.rollout_gpus": 7, "cluster.nodes": 8},
 ]
 
 
