@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import LogProbs
-from lockstep.model.head import Float32Head
+from lockstep.model.head import Float32Head, use_float32_head
 from lockstep.model.weights import ModelWeights
 from lockstep.parity.attribute import Attribution, Factor, attribute, sentence
 from lockstep.parity.factors import FLOAT32_HEAD, builtin_factors, choose_factors, environment_factor
@@ -28,10 +28,10 @@ from lockstep.parity.replay import Bench, Recorded, Setting, served_differences
 from lockstep.records import Sequence
 from lockstep.refit.transaction import run_refit
 from lockstep.refit.transports import LocalTransport
-from lockstep.rollout import scoring, torch_engine
+from lockstep.rollout import fast_decoder, scoring, torch_engine
 from lockstep.rollout.fast_decoder import FastDecoder
 from lockstep.rollout.module_decoder import ModuleDecoder
-from lockstep.rollout.packed_linear import FusedLinear, packing_works
+from lockstep.rollout.packed_linear import Float32Linear, FusedLinear, packing_works
 from lockstep.rollout.receiver import TorchReceiver
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.train.forward import PolicyForward
@@ -206,9 +206,17 @@ def expert_map_frozen(patch: Patch) -> Case:
 
 
 def dequantised_copy_stale(patch: Patch) -> Case:
-    """A derived copy (the packed weights of one layer) is not rebuilt at the refit."""
-    if not packing_works(torch.bfloat16):
-        pytest.skip("no packed bfloat16 products on this machine")
+    """A copy in another precision (the head, widened to float32) is not made again at the refit."""
+    patch.setattr(Float32Linear, "refresh", lambda self: None)
+    model = tiny_model("llama", dtype=torch.bfloat16, initializer_range=0.15, tie_word_embeddings=False)
+    use_float32_head(model)
+    bench = refitted(patch, model, lambda _live, _name, new: new, dtype="bfloat16")
+    assert set(bench.served) == {"lm_head.weight"}
+    return Case(bench, [{"load"}], parts={"load": {"load:lm_head.weight"}}, bound=0.06)
+
+
+def packed_copy_stale(patch: Patch) -> Case:
+    """The weights of one layer are not packed again at the refit (where this machine packs at all)."""
     refresh = FusedLinear.refresh
 
     def skipping(self: FusedLinear) -> None:
@@ -257,6 +265,20 @@ def left_padded_v4(patch: Patch) -> Case:
 
 
 def positions_off_by_one(patch: Patch) -> Case:
+    """Decoding turns each token's query and key by the angle of the next position; prefill does not."""
+    reserve = fast_decoder.SlotState._reserve
+
+    def ahead(self: Any, num_positions: int) -> None:
+        before = self._num_positions
+        reserve(self, num_positions)
+        if self._num_positions != before:
+            self._cosines, self._sines = self._cosines.roll(-1, 0), self._sines.roll(-1, 0)
+
+    patch.setattr(fast_decoder.SlotState, "_reserve", ahead)
+    return Case(make_bench("qwen3"), [{"prefill"}, {"fast-path-off"}])
+
+
+def logprobs_off_by_one(patch: Patch) -> Case:
     """The engine's log-prob of token t arrives at t + 1: nothing that is named here undoes that."""
     score = TorchEngine.score
 
@@ -358,7 +380,7 @@ def two_faults_that_interact(patch: Patch) -> Case:
 
 
 def one_of_two_faults_is_not_named(patch: Patch) -> Case:
-    positions_off_by_one(patch)
+    logprobs_off_by_one(patch)
     return Case(stale_layer(patch), [])
 
 
@@ -371,9 +393,11 @@ FAULTS = [
     experts_swapped,
     expert_map_frozen,
     dequantised_copy_stale,
+    *([packed_copy_stale] if packing_works(torch.bfloat16) else []),
     rotary_base_wrong,
     left_padded_v4,
     positions_off_by_one,
+    logprobs_off_by_one,
     turns_retokenised,
     turns_retokenised_and_nobody_names_it,
     prefix_cache_stale,
