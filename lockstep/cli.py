@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep import __version__
+from lockstep.cli_lanes import lanes_app
 from lockstep.cli_parity import demo_app, parity_app
+from lockstep.cli_prepare import EPILOG, prepare
 from lockstep.cli_refit import refit_app
 from lockstep.config.errors import ConfigError, Violation
 
@@ -31,6 +33,7 @@ TOLD_ERRORS = {
     ("lockstep.tasks.errors", "TaskError"): EXIT_USAGE,
     ("lockstep.metrics.run_folder", "RunFolderError"): EXIT_USAGE,
     ("lockstep.metrics.checkpoints", "CheckpointError"): EXIT_FAILED,
+    ("lockstep.checkpoint.errors", "CheckpointError"): EXIT_FAILED,
     ("lockstep.train.checkpoint", "TrainerStateError"): EXIT_FAILED,
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
@@ -38,6 +41,7 @@ TOLD_ERRORS = {
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
     ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,
     ("lockstep.parity.factors", "FactorError"): EXIT_USAGE,
+    ("lockstep.lanes.errors", "LanesError"): EXIT_USAGE,
 }
 """Errors whose text says what was wrong and what would be right: it is shown without a traceback, with this exit code.
 By name, since importing them takes seconds that ``--help`` has not."""
@@ -56,6 +60,8 @@ app.add_typer(recipes_app, name="recipes")
 app.add_typer(parity_app, name="parity")
 app.add_typer(demo_app, name="demo")
 app.add_typer(refit_app, name="refit")
+app.add_typer(lanes_app, name="lanes")
+app.command(epilog=EPILOG)(prepare)
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")]
 SetOption = Annotated[

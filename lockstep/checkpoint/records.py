@@ -45,6 +45,7 @@ class CheckpointIndex:
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor that a transform will write, and the source tensors that it needs. ``dtype`` in safetensors' words.
+    ``verbatim``: the bytes of its one source unchanged, perhaps under another name; it is copied without ``make``.
 
     Example: ``OutputTensor("layers.0.ffn.w1.scale", "F8_E8M0", (16, 32), ("layers.0.ffn.w1.weight",))``.
     """
@@ -53,6 +54,7 @@ class OutputTensor:
     dtype: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
+    verbatim: bool = False
 
 
 @dataclass(frozen=True, slots=True)

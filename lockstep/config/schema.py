@@ -13,6 +13,7 @@ from pydantic import Field
 from lockstep.config.cluster_schema import ClusterConfig, MegatronConfig, TrainLayoutConfig
 from lockstep.config.engine_schema import RefitConfig, RolloutConfig, VllmConfig
 from lockstep.config.gate_schema import BoundConfig, CorrectionConfig, GateConfig
+from lockstep.config.prepare_schema import PrepareConfig
 from lockstep.config.section import Dtype, Section
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "CorrectionConfig",
     "Dtype",
     "GateConfig",
+    "PrepareConfig",
     "RefitConfig",
     "RolloutConfig",
     "Section",
@@ -30,7 +32,7 @@ __all__ = [
 PATH_KEYS = frozenset(
     {
         *("model.path", "reference.path", "teacher.path", "task.path", "task.heldout_path"),
-        *("rollout.python", "refit.folder"),
+        *("rollout.python", "refit.folder", "prepare.target"),
     }
 )
 """Keys that name files: the loader makes them absolute (relative to the TOML file that sets them)."""
@@ -334,3 +336,4 @@ class RunConfig(Section):
     refit: RefitConfig = RefitConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    prepare: PrepareConfig = PrepareConfig()

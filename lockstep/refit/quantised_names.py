@@ -20,6 +20,10 @@ Role = Literal["linear", "expert", "kept"]
 
 _KEPT = (r"(^|\.)embed_tokens\.weight", r"lm_head\.weight", r"norm\.(weight|bias)", r"\.bias")
 _ROUTER = (r"\.mlp\.gate\.(weight|e_score_correction_bias)",)
+_MTP = (
+    r"\.eh_proj\.weight",
+    r"\.shared_head\.head\.weight",
+)  # the layer of multi-token prediction; only in checkpoints
 _ATTENTION = (r"\.self_attn\.[qkvo]_proj\.weight",)
 _LATENT = (r"\.self_attn\.(q|q_a|q_b|kv_b|o)_proj\.weight", r"\.self_attn\.kv_a_proj_with_mqa\.weight")
 _INDEXER = (r"\.self_attn\.indexer\.(wq_b|wk)\.weight",)
@@ -43,13 +47,13 @@ class Family:
 _DENSE = Family((*_ATTENTION, *_MLP), _KEPT, "Qwen/Qwen3-8B-FP8: modules_to_not_convert has the head; norms are 1-d")
 _DEEPSEEK_V3 = Family(
     (*_LATENT, *_MLP),
-    (*_KEPT, *_ROUTER),
+    (*_KEPT, *_ROUTER, *_MTP),
     "deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and its tensors: all projections of attention, MLP and experts",
     _EXPERTS,
 )
 _SPARSE_ATTENTION = Family(
     (*_LATENT, *_INDEXER, *_MLP),
-    (*_KEPT, *_ROUTER, r"\.self_attn\.indexer\.weights_proj\.weight"),
+    (*_KEPT, *_ROUTER, *_MTP, r"\.self_attn\.indexer\.weights_proj\.weight"),
     "deepseek-ai/DeepSeek-V3.2-Exp; zai-org/GLM-5-FP8: modules_to_not_convert has mlp.gate and the indexer's "
     "weights_proj (there: indexers_proj), its wq_b and wk are fp8",
     _EXPERTS,
@@ -62,6 +66,7 @@ _DEEPSEEK_V4 = Family(
         r"\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight",
         r"\.attn\.indexer\.wq_b\.weight",
         r"\.ffn\.shared_experts\.w[123]\.weight",
+        r"^mtp\.\d+\.[eh]_proj\.weight",
     ),
     (
         *_KEPT,
@@ -81,7 +86,7 @@ _DEEPSEEK_V4 = Family(
         r"\.indexer\.weights_proj\.weight",
         r"\.attn\.attn_sink",
         r"\.hc_(attn|ffn)_(fn|base|scale)",
-        r"^hc_head_(fn|base|scale)",
+        r"(^|^mtp\.\d+\.)hc_head_(fn|base|scale)",
     ),
     "deepseek-ai/DeepSeek-V4-Flash as transformers loads it (_keep_in_fp32_modules of deepseek_v4): compressors, the "
     "indexer's weights, sinks and hyper-connections have no scales; experts are fp4, all other linears fp8 with ue8m0",
@@ -103,7 +108,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         (*_ATTENTION, *_MLP),
-        (*_KEPT, *_ROUTER),
+        (*_KEPT, *_ROUTER, *_MTP),
         "zai-org/GLM-4.5-FP8: ignored are the head and every mlp.gate",
         _EXPERTS,
     ),
