@@ -35,6 +35,7 @@ class Verdict:
 
     ``value`` is None where nothing was measured; ``tokens`` are the finite eligible ones behind it; ``evidence`` is
     that of the bound; ``correcting_since``: the step from which on the gate's correction is in force, if it is.
+    ``bounds``: every metric that is bounded in this run, with its bound.
     """
 
     status: Status
@@ -45,6 +46,7 @@ class Verdict:
     sentence: str
     evidence: str
     correcting_since: int | None = None
+    bounds: tuple[tuple[str, float], ...] = ()
 
     def flat(self) -> dict[str, str | float]:
         """The verdict as metrics of a step."""
@@ -52,7 +54,7 @@ class Verdict:
         row |= {"verdict/status": self.status, "verdict/sentence": self.sentence, "verdict/evidence": self.evidence}
         if self.correcting_since is not None:
             row["verdict/correcting_since"] = self.correcting_since
-        return row
+        return row | {f"bound/{metric}": bound for metric, bound in self.bounds}
 
 
 class Gate:
@@ -166,7 +168,8 @@ class Gate:
         if since is not None and since <= step:
             parts = [*parts, f"correction {correction_text(self.config.correction)} is on since step {since}"]
         sentence, tokens = "; ".join(parts), agreement.num_tokens
-        return Verdict(status, bound.metric, value, bound.bound, tokens, sentence, evidence_text(bound), since)
+        every = tuple((b.metric, b.bound) for b in self.bounds)
+        return Verdict(status, bound.metric, value, bound.bound, tokens, sentence, evidence_text(bound), since, every)
 
 
 def evidence_text(bound: BoundConfig) -> str:

@@ -58,6 +58,14 @@ def test_agreement_within_the_bound_passes_and_above_it_stops_or_warns():
     assert gate(metric="abs_diff/max", bound=0.06).judge(bad, step=3).status == "pass"
 
 
+def test_every_bound_of_the_run_is_in_the_row():
+    rollouts = make_rollouts()
+    limits = [{"metric": m, "bound": b, "evidence": "seen"} for m, b in (("abs_diff/mean", 0.01), ("abs_diff/p50", 1))]
+    bounds = tuple(BoundConfig.model_validate(limit) for limit in limits)
+    row = Gate(GateConfig(bounds=bounds), bounds).judge(measure_step(trained(rollouts), rollouts, 2), 1).flat()
+    assert (row["bound/abs_diff/mean"], row["bound/abs_diff/p50"]) == (0.01, 1.0)
+
+
 def test_a_value_equal_to_the_bound_passes():
     rollouts = make_rollouts()
     agreement = measure_step(trained(rollouts, 0.05), rollouts, version=2)

@@ -104,6 +104,22 @@ def test_the_agreement_chart_has_its_bound_and_the_reason(run: Path) -> None:
     assert all(value is not None for value in agreement["series"][0]["values"][1:])
 
 
+def test_every_bounded_metric_has_a_chart_with_its_own_bound(tmp_path: Path) -> None:
+    """The last verdict was of the median; the mean keeps its chart and its bound."""
+    with RunFolder(tmp_path / "run") as folder:
+        for step in (1, 2):
+            metric, bound = ("abs_diff/mean", 0.1) if step == 1 else ("abs_diff/p50", 1e-3)
+            row: dict[str, int | float | str] = {"step": step, "agreement/metric": metric, "agreement/bound": bound}
+            row |= {"agreement/abs_diff/mean": 0.01 * step, "agreement/abs_diff/p50": 1e-4 * step}
+            folder.append_metrics(row | {"bound/abs_diff/mean": 0.1, "bound/abs_diff/p50": 1e-3})
+    data = report_data(tmp_path / "run")
+    judged, other = chart(data, "agreement"), chart(data, "agreement-abs_diff-mean")
+    assert (judged["bound_label"], judged["bound"]) == ("bound on abs_diff/p50", 1e-3)
+    assert (other["bound_label"], other["bound"]) == ("bound on abs_diff/mean", 0.1)
+    assert other["series"][0]["values"] == [0.01, 0.02]
+    assert not any(name.startswith("bound/") for name in data["explorer"])
+
+
 def test_phases_and_the_rest_add_up_to_the_step(run: Path) -> None:
     data = report_data(run)
     time = chart(data, "time")

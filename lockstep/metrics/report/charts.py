@@ -22,6 +22,9 @@ OUTSIDE_STEP = ("save",)
 INSIDE_ANOTHER = ("score",)
 """Phases that lie inside others, as scoring does in rollout and eval: stacked, their time would count twice."""
 
+BOUND = "bound/"
+"""Before the name of a metric: its bound, in the rows of a run that judges more than one."""
+
 MAX_EXPLORER_VALUES = 400_000
 
 Chart = dict[str, object]
@@ -30,13 +33,15 @@ Series = dict[str, object]
 
 def build_charts(run: RunData) -> list[Chart]:
     """The page's charts; one without any value is kept and says so."""
-    return [_reward(run), _accuracy(run), _agreement(run), _throughput(run), _memory(run), _time_by_phase(run)]
+    judged = [_agreement(run), *_other_bounds(run)]
+    return [_reward(run), _accuracy(run), *judged, _throughput(run), _memory(run), _time_by_phase(run)]
 
 
 def explorer_series(run: RunData) -> dict[str, Series]:
     """Every recorded number that no chart shows, by name, for the chart with a choice. Empty if that is too much."""
     charted = {str(series["name"]) for chart in build_charts(run) for series in series_of(chart)}
     recorded = {name for row in run.rows for name, value in row.items() if number(value) is not None}
+    recorded -= {name for name in recorded if name.startswith(BOUND)}
     names = sorted(recorded - charted - {"step", "agreement/bound"})
     if len(names) * len(run.rows) > MAX_EXPLORER_VALUES:
         run.notes.append(f"{len(names)} metrics over {len(run.rows)} steps are too many to choose from on this page.")
@@ -122,6 +127,27 @@ def _agreement(run: RunData) -> Chart:
         "note": note + changed,
         "series": series,
     }
+
+
+def _other_bounds(run: RunData) -> list[Chart]:
+    """A chart of each other metric that this run holds a bound against, with that bound."""
+    judged = gate_metric(run)
+    last = {name: value for row in run.rows for name, value in row.items() if name.startswith(BOUND)}
+    metrics = [name.removeprefix(BOUND) for name in last if name != f"{BOUND}{judged}"]
+    return [
+        {
+            "id": f"agreement-{metric.replace('/', '-')}",
+            "title": f"Agreement: {metric}",
+            "unit_label": "log scale",
+            "steps": run.steps,
+            "wide": True,
+            "log": True,
+            "bound": number(last[f"{BOUND}{metric}"]),
+            "bound_label": f"bound on {metric}",
+            "series": _series(run, f"agreement/{metric}", metric, 0),
+        }
+        for metric in metrics
+    ]
 
 
 def _time_by_phase(run: RunData) -> Chart:
