@@ -1,0 +1,44 @@
+"""What is a secret by its name, and what is shown in its place. Below every layer that prints or writes a setting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "<secret>"
+"""Stands for a secret's value in every text and file. As a value of a configuration it means: take the variable from
+the shell (a resumed run finds it in its own ``config.toml``)."""
+
+_SECRET = frozenset(
+    {
+        *("secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "authorization"),
+        *("cookie", "bearer", "apikey", "auth"),
+    }
+)
+_SECRET_AT_THE_END = frozenset({"token", "key", "pass", "pat", "pwd"})
+_COUNTS = frozenset({"max", "min", "num", "per", "count"})
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's or setting's name is that of a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY.
+
+    Words are what underscores separate. ``max_token`` counts tokens and is none; TOKEN, KEY and the like count as the
+    last word, or before ID, VALUE, FILE or a number. Too much masked does no harm, too little does.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+    if _SECRET.intersection(words):
+        return True
+    while len(words) > 1 and re.fullmatch(r"id|value|file|\d+", words[-1]):
+        words.pop()
+    return len(words) > 1 and words[-1] in _SECRET_AT_THE_END and not _COUNTS.intersection(words)
+
+
+def masked(name: str, value: str) -> str:
+    """The value, or what is shown in its place if the name is a secret's. An empty secret shows that it is empty."""
+    return MASK if value and is_secret(name) else value
+
+
+def masked_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of variables with its secrets masked."""
+    return {name: masked(name, value) if isinstance(value, str) else value for name, value in table.items()}
