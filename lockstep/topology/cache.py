@@ -8,7 +8,7 @@
     Inkling        keys and values of its global layers                                grows
                    a window in the other layers, states of convolutions in float32     per request
 
-Sources: vLLM ``v1/kv_cache_interface.py`` (MLA rows of 656 bytes in fp8_ds_mla; DeepSeek-V4 rows of 584), SGLang's KV pool
+Sources: vLLM ``v1/kv_cache_interface.py`` (MLA rows of 656 bytes in fp8_ds_mla; DeepSeek-V4 rows of 584), SGLang's pool
 configurator, transformers ``cache_utils.py`` and the models' own cache classes for the embedded engine.
 """
 
@@ -38,23 +38,27 @@ class CacheCost:
         """Bytes of ``num_requests`` sequences of ``tokens_each`` tokens."""
         return round(num_requests * (self.per_token * tokens_each + self.per_request))
 
-    def tokens_in(self, pool_bytes: int, num_requests: int) -> int:
-        """Tokens that fit a pool beside what ``num_requests`` requests need whatever their length; 0 if none."""
+    def tokens_in(self, pool_bytes: int, num_requests: int) -> int | None:
+        """Tokens that fit a pool beside what ``num_requests`` requests need whatever their length, 0 if not even that
+        fits; None: any number, because nothing grows with the tokens."""
         left = pool_bytes - num_requests * self.per_request
-        return max(0, int(left / self.per_token)) if self.per_token else 0
+        if left < 0:
+            return 0
+        return int(left / self.per_token) if self.per_token else None
 
 
 def cache_cost(shape: ModelShape, engine: EngineLayout) -> CacheCost:
     """Cost on one device of ``engine``, of the layers that its pipeline stage holds (a share of 1/pp)."""
     whole = _COSTS[shape.attention](shape, engine, attention_tp(engine))
-    return CacheCost(whole.per_token / engine.pp, -(-whole.per_request // engine.pp))
+    # Decode context parallelism lays a sequence's tokens over its ranks (vLLM).
+    return CacheCost(whole.per_token / engine.pp / engine.decode_cp, -(-whole.per_request // engine.pp))
 
 
 def attention_tp(engine: EngineLayout) -> int:
     """Ranks among which heads are divided. SGLang's tensor-parallel size includes data-parallel attention, vLLM's does
     not (SGLang ``server_args.py``; vLLM ``config/parallel.py``)."""
     if engine.engine == "sglang" and engine.dp_attention:
-        return max(1, engine.tp // max(1, engine.dp))
+        return max(1, engine.tp // max(1, engine.dp * engine.attention_cp))
     return engine.tp
 
 

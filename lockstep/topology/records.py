@@ -84,8 +84,8 @@ class ModelShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One kind of device, as ``catalog/hardware.toml`` has it. ``memory_bytes`` is what a process sees (read on a
-    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s. ``fast_link_gpus``: devices that one
-    fast fabric joins where that is not a node (NVL72: 72), None: ``gpus_per_node``."""
+    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s. ``fast_link_gpus``: devices that
+    one fast fabric joins where that is not a node (NVL72: 72), None: ``gpus_per_node``."""
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
@@ -219,6 +219,7 @@ class EngineLayout:
     moe_a2a: str | None = None
     memory_fraction: float | None = None
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    weight_dtype: Literal["bf16", "fp32"] = "bf16"
     quantisation: Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"] = "none"
     max_running_requests: int | None = None
     max_total_tokens: int | None = None

@@ -1,0 +1,83 @@
+"""What Megatron-Core keeps of a forward for its backward: bytes per layer and micro-batch, and of logits and loss.
+
+bf16, flash attention, SwiGLU, no dropout, sequence parallel (T / tp positions outside the products). T are the tokens
+of one micro-batch on one context-parallel rank. Per layer:
+
+    attention   8·h + 2·(queries + keys and values) + 2·(output of the heads)         · T/tp
+    MLP         6·T·f/tp
+    experts     4·h + 6·f_e for each routed row, k·T/tp · imbalance rows; 8·T·E/tp of the router
+    full recomputation   2·T·h/tp a layer (times the streams of hyper-connections), and one layer's working set
+
+Selective recomputation drops what flash attention never kept: it counts as none. Source: Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models (2022), redone for flash attention and routed experts.
+"""
+
+from __future__ import annotations
+
+from lockstep.topology.records import ModelShape, TrainLayout
+
+ROUTING_IMBALANCE = 1.2
+"""Rows of the busiest expert-parallel rank over the mean, assumed."""
+
+
+def layer_activations(shape: ModelShape, layer: int, tokens: int, layout: TrainLayout) -> int:
+    """Bytes that the backward of one decoder layer needs, nothing recomputed."""
+    positions = tokens / layout.tp
+    whole = positions if layout.sequence_parallel or layout.tp == 1 else tokens
+    queries, keys_values, output, latent = _attention_widths(shape, layer)
+    attention = 8 * shape.hidden * whole + 2 * (queries + keys_values + output) * positions + 2 * latent * tokens
+    streams = max(1, shape.hyper_connections)
+    # Each of the two hyper-connections of a layer keeps its streams.
+    residuals = (streams - 1) * 2 * 2 * shape.hidden * whole
+    return round(attention + residuals + _feed_forward(shape, layer, tokens, layout))
+
+
+def checkpoint_activations(shape: ModelShape, tokens: int, layout: TrainLayout) -> int:
+    """Bytes of one layer's input, which full recomputation keeps."""
+    return 2 * tokens * shape.hidden * max(1, shape.hyper_connections) // layout.tp
+
+
+def logits_bytes(shape: ModelShape, tokens: int, layout: TrainLayout, *, chunk: int | None, gradient: bool) -> int:
+    """Bytes of logits and of the loss on the last stage: 2 in bf16, 4 in float32 and, with a gradient, 4
+    more, for each token and (local) vocabulary entry. ``chunk`` bounds the float32 part."""
+    rows = -(-shape.vocab // layout.tp)
+    at_once = min(tokens, chunk) if chunk else tokens
+    return rows * (2 * tokens + (8 if gradient else 4) * at_once)
+
+
+def in_flight(layout: TrainLayout, stage: int, num_micro_batches: int | None) -> float:
+    """Micro-batches whose activations a stage holds at once under 1F1B; interleaved stages hold a share more.
+
+    Source: Megatron-LM pipeline_parallel/schedules.py; Narayanan et al. 2021, section 2.2.
+    """
+    waiting = layout.pp - stage
+    if num_micro_batches is not None:
+        waiting = min(waiting, max(1, num_micro_batches))
+    virtual = layout.virtual_stages or 1
+    return waiting * (1 + (layout.pp - 1) / (layout.pp * virtual)) if virtual > 1 else float(waiting)
+
+
+def _attention_widths(shape: ModelShape, layer: int) -> tuple[int, int, int, int]:
+    """Features a position of queries, of keys and values, of the heads' output (all divided by tp), and of latents."""
+    heads = shape.num_heads
+    if shape.attention in ("mla", "mla_dsa"):
+        wide = heads * (shape.qk_nope_head_dim + shape.rope_head_dim)
+        values = heads * shape.v_head_dim
+        latent = shape.q_lora_rank + shape.kv_lora_rank + shape.rope_head_dim
+        return wide, wide + values, values, latent
+    width = heads * shape.head_dim
+    if shape.attention == "deepseek_v4":
+        return width, 0, width + shape.o_groups * shape.o_lora_rank, shape.q_lora_rank + 2 * shape.head_dim
+    kv_heads = shape.window_kv_heads if layer in shape.window_layers else shape.num_kv_heads
+    return width, 2 * kv_heads * shape.head_dim, width, 0
+
+
+def _feed_forward(shape: ModelShape, layer: int, tokens: int, layout: TrainLayout) -> float:
+    if not shape.is_moe or layer < shape.dense_layers:
+        return 6 * tokens * shape.ffn / layout.tp
+    expert_tp = layout.etp if layout.etp is not None else layout.tp
+    imbalance = ROUTING_IMBALANCE if layout.ep > 1 else 1.0
+    rows = imbalance * shape.experts_per_token * tokens * expert_tp / layout.tp
+    routed = rows * (4 * shape.hidden + 6 * shape.moe_ffn / expert_tp)
+    shared = 6 * tokens * shape.num_shared_experts * shape.moe_ffn / layout.tp
+    return routed + shared + 8 * tokens * shape.num_experts / layout.tp

@@ -1,0 +1,248 @@
+"""What a rollout engine holds on one device: weights as it quantises them, its cache by its own definition, overhead.
+
+    vLLM     budget = ⌈total · gpu_memory_utilization⌉ for the whole process, and a start is refused if less is free;
+             cache = budget − weights − peak activation − what is not torch's − graphs; a size in bytes overrides it
+    SGLang   weights + cache = mem_fraction_static · (free before loading); activations and graphs have the rest
+    torch    (embedded) the caches of the sequences that run, and copies of them when one leaves its batch
+
+Source: vLLM v1/worker/utils.py: request_memory; SGLang model_executor/model_runner.py and server_args.py; Lockstep
+rollout/module_decoder.py, cache_rows.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lockstep.topology.cache import BYTES, CacheCost, attention_tp, cache_cost
+from lockstep.topology.memory_records import MemoryItem, gigabytes
+from lockstep.topology.module_activations import module_working_set
+from lockstep.topology.parameters import LayerParameters, Split, layer_parameters
+from lockstep.topology.records import EngineLayout, Finding, Job, ModelShape
+from lockstep.topology.trainer_memory import CONTEXT_BYTES, sequence_tokens
+
+VLLM_UTILISATION = 0.92
+PREFILL_TOKENS = 8192
+"""Tokens of one prefill where the job does not say (vLLM's and SGLang's default on a large card)."""
+GRAPH_BYTES = 1_000_000_000
+COMMUNICATOR_BYTES = 1 << 30
+"""vLLM at tp 4: about 1 GiB (vllm issue 51485); RCCL: 1 GiB for the first communicator (LUMI guide issue 111)."""
+DEFAULT_SLOTS = 64
+SGLANG_MAX_REQUESTS = 2048
+_FP8 = 1 + 4 / (128 * 128)  # a float32 scale a block
+_MXFP4 = 0.5 + 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """One engine rank: ``awake`` while it generates, ``loaded`` with weights and no cache, ``asleep``.
+    ``kv_tokens`` fit its cache, None: any number."""
+
+    awake: tuple[MemoryItem, ...]
+    loaded: tuple[MemoryItem, ...]
+    asleep: tuple[MemoryItem, ...]
+    kv_tokens: int | None
+    findings: tuple[Finding, ...]
+
+
+def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
+    """Memory of one rank of ``job.engine`` on a device where the trainer keeps ``held_bytes`` while it generates."""
+    engine = job.engine
+    if engine is None:
+        raise ValueError(f"{job.name} has no engine")
+    weights = _item("weights", *engine_weights(job.model, engine))
+    overhead = _overhead(job, engine)
+    cost = cache_cost(job.model, engine)
+    findings: list[Finding] = []
+    if engine.engine == "torch":
+        pool = _embedded_cache(job, engine, cost)
+    else:
+        pool = _pool(job, engine, held_bytes, weights.num_bytes, sum(i.num_bytes for i in overhead), findings)
+    requests = _running(job, engine)
+    # A pool holds at least one sequence; more is the engine's business.
+    tokens = cost.tokens_in(pool.num_bytes, 1)
+    length = sequence_tokens(job)
+    if engine.engine != "torch" and length is not None and tokens is not None and tokens < length and not findings:
+        message = f"the cache of {gigabytes(pool.num_bytes)} holds {tokens} tokens, one sequence has {length}"
+        findings.append(Finding("engine-cache", "error", message, _more_cache(engine), _source(engine)))
+    residue = (*overhead, *_states_outside(job, engine, requests))
+    return EngineMemory((weights, pool, *overhead), (weights, *residue), residue, tokens, tuple(findings))
+
+
+def engine_weights(shape: ModelShape, engine: EngineLayout) -> tuple[int, str]:
+    """(bytes of weights on the largest rank, how they are counted)."""
+    heads = Split(tp=attention_tp(engine))
+    wide = _expert_split(engine)
+    layers = range(-(-shape.num_layers // engine.pp)) if engine.pp > 1 else range(shape.num_layers)
+    # The last stage of a pipeline has the most experts: dense layers come first.
+    first = shape.num_layers - len(layers)
+    total = 0.0
+    for layer in layers:
+        attention = layer_parameters(shape, first + layer, heads)
+        total += _layer_bytes(shape, engine, attention, layer_parameters(shape, first + layer, wide))
+    rows = -(-shape.vocab // heads.tp)
+    outer = rows * shape.hidden * (1 if shape.tied_embeddings else 2) + shape.hidden
+    dtype = BYTES[engine.weight_dtype]
+    form = engine.quantisation if engine.engine != "torch" else "none (dequantised)"
+    note = f"tp {heads.tp}, experts over ep {wide.ep} · tp {wide.etp}, pp {engine.pp}; quantisation {form}"
+    return round(total) + dtype * outer, note
+
+
+def default_memory_fraction(job: Job, engine: EngineLayout) -> float:
+    """The share that the engine takes when the job does not say. Source: SGLang server_args.py (reserved by chunk,
+    graphs and parallel sizes); vLLM config/cache.py."""
+    total = job.hardware.memory_bytes
+    if engine.engine != "sglang" or total is None:
+        return VLLM_UTILISATION
+    chunk, graphs = engine.chunked_prefill_tokens or PREFILL_TOKENS, 256
+    reserved = 512 + 1.5 * max(chunk, 2048) + 2 * graphs + 128 * engine.tp * engine.pp
+    reserved += 3 * graphs * engine.dp if engine.dp_attention else 0
+    if total > 60 << 30:
+        reserved = max(reserved, 10 << 10)
+    extra = 2 << 10 if engine.speculative or engine.moe_a2a == "deepep" else 0
+    return round(1 - (reserved + extra) * 2**20 / total, 3)
+
+
+def _layer_bytes(shape: ModelShape, engine: EngineLayout, attention: LayerParameters, wide: LayerParameters) -> float:
+    """Bytes of one layer: attention as its own ranks divide it, MLP and experts as theirs do."""
+    plain = BYTES[engine.weight_dtype]
+    kept = attention.latent + attention.indexer + wide.router + attention.norms + attention.hyper_connections
+    linear = attention.heads + wide.mlp
+    down = min(attention.latent, shape.hidden * (shape.q_lora_rank + (shape.kv_lora_rank or shape.head_dim)))
+    if shape.attention in ("gqa", "inkling"):
+        down = 0
+    index = shape.q_lora_rank * shape.indexer_heads * shape.indexer_head_dim if attention.indexer else 0
+    if engine.engine == "torch" or engine.quantisation == "none":
+        return plain * (kept + linear + wide.experts)
+    if engine.quantisation == "mxfp4_experts":
+        beside = _FP8 if shape.attention == "deepseek_v4" else plain
+        return beside * (linear + down + index) + plain * (kept - down - index) + _MXFP4 * wide.experts
+    return _FP8 * (linear + down + index + wide.experts) + plain * (kept - down - index)
+
+
+def _expert_split(engine: EngineLayout) -> Split:
+    """How MLPs (tp) and experts (ep, etp) are divided; see the table of each engine's rules in the rules' sources."""
+    if engine.engine == "vllm":
+        ranks = engine.tp * engine.prefill_cp * engine.dp
+        return Split(tp=engine.tp, ep=ranks if engine.ep > 1 else 1, etp=1 if engine.ep > 1 else ranks)
+    if engine.engine == "sglang":
+        # Any all-to-all back end sets ep to tp.
+        ep = engine.tp if engine.moe_a2a not in (None, "none") else engine.ep
+        dense = engine.moe_dense_tp or engine.tp
+        return Split(tp=dense, ep=ep, etp=max(1, engine.tp // (ep * engine.moe_dp)))
+    return Split()
+
+
+def _pool(
+    job: Job, engine: EngineLayout, held: int, weights: int, overhead: int, findings: list[Finding]
+) -> MemoryItem:
+    """The cache pool of vLLM or SGLang."""
+    total = job.hardware.memory_bytes
+    if engine.kv_cache_bytes is not None:
+        return _item("key/value cache", engine.kv_cache_bytes, "given in bytes")
+    if total is None:
+        message = f"{job.hardware.name} has no known memory: a cache by fraction can't be counted"
+        findings.append(Finding("engine-memory", "warning", message, "give the cache in bytes", _source(engine)))
+        return _item("key/value cache", 0, message)
+    stated = engine.memory_fraction is not None
+    share = engine.memory_fraction if engine.memory_fraction is not None else default_memory_fraction(job, engine)
+    basis = "" if stated else " (the engine's default)"
+    if engine.engine == "vllm":
+        budget = math.ceil(total * share)
+        pool = budget - weights - overhead
+        note = f"⌈{gigabytes(total)} · {share:g}⌉{basis} − weights − {gigabytes(overhead)} of activations and overhead"
+        if total - held < budget:
+            fitting = math.floor((1 - held / total) * 100) / 100
+            message = f"vLLM asks for {gigabytes(budget)} of {gigabytes(total)}, of which {gigabytes(held)} are held"
+            repair = f"memory_fraction {share:g} → {fitting:g}, or offload the trainer while it generates"
+            findings.append(Finding("engine-start", "error", message, repair, _source(engine)))
+    else:
+        free = total - held - CONTEXT_BYTES
+        pool = round(free * share) - weights
+        note = f"{share:g}{basis} of the {gigabytes(free)} free before loading, − weights"
+        rest = overhead - CONTEXT_BYTES
+        if 0 < round(free * (1 - share)) < rest < free - weights:
+            message = f"{1 - share:.2f} of {gigabytes(free)} is left for {gigabytes(rest)} of activations and graphs"
+            repair = f"memory_fraction {share:g} → {math.floor((1 - rest / free) * 100) / 100:g}"
+            findings.append(Finding("engine-rest", "warning", message, repair, _source(engine)))
+    if pool <= 0:
+        message = f"nothing is left for the cache: {note}; weights have {gigabytes(weights)}"
+        repair, changes = _room(job, engine)
+        findings.append(Finding("engine-memory", "error", message, repair, _source(engine), changes))
+    return _item("key/value cache", max(pool, 0), note)
+
+
+def _embedded_cache(job: Job, engine: EngineLayout, cost: CacheCost) -> MemoryItem:
+    """Caches of the embedded engine: every slot at full length, and a copy of the rest when one sequence leaves."""
+    slots, length = _running(job, engine), sequence_tokens(job)
+    if length is None:
+        return MemoryItem("key/value cache", 0, "assumed", "lengths are not stated", owner="engine")
+    one = cost.bytes_of(1, length)
+    note = f"{slots} sequences of {length} tokens, and once more while the rest is copied as one leaves"
+    return _item("key/value cache", one * (2 * slots - 1), note)
+
+
+def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
+    """Prefill and sampling, context, communicators, graphs."""
+    shape, vendor = job.model, job.hardware.vendor
+    prefill = engine.chunked_prefill_tokens or (PREFILL_TOKENS if engine.engine != "torch" else 4096)
+    length = sequence_tokens(job)
+    if engine.engine == "torch" and length is not None:
+        prefill = min(prefill, max(1, _running(job, engine) * length))
+    working = module_working_set(shape, prefill, gradient=False) // attention_tp(engine)
+    logits = _running(job, engine) * shape.vocab * BYTES[engine.weight_dtype]
+    basis = "assumed"
+    items = [MemoryItem("prefill and logits", max(working, logits), basis, f"{prefill} tokens at once", owner="engine")]
+    if vendor == "cpu" or engine.engine == "torch":
+        return tuple(items)  # in the trainer's process
+    items.append(MemoryItem("device context", CONTEXT_BYTES, "measured", "one process", owner="engine"))
+    if engine.tp * engine.pp * engine.dp > 1:
+        items.append(MemoryItem("communicators", COMMUNICATOR_BYTES, "measured", "vLLM tp 4", owner="engine"))
+    if engine.cuda_graphs is not False:
+        items.append(MemoryItem("graphs", GRAPH_BYTES, "assumed", "captured decode steps", owner="engine"))
+    return tuple(items)
+
+
+def _states_outside(job: Job, engine: EngineLayout, requests: int) -> tuple[MemoryItem, ...]:
+    """SGLang's pool of DeepSeek-V4 compressor states, which on ROCm lies outside the memory saver: sleep keeps it."""
+    if engine.engine != "sglang" or job.model.attention != "deepseek_v4" or job.hardware.vendor != "amd":
+        return ()
+    heavy = sum(ratio for ratio in job.model.compress_ratios if ratio > 4) * 2 * job.model.head_dim * 4
+    requests = engine.max_running_requests or SGLANG_MAX_REQUESTS
+    basis = "counted" if engine.max_running_requests else "assumed"
+    note = f"{gigabytes(heavy)} for each of {requests} + 1 requests, outside the memory saver on ROCm"
+    source = "SGLang _alloc_kv_score_buffer"
+    return (MemoryItem("compressor states", heavy * (requests + 1), basis, note, source, "engine"),)
+
+
+def _running(job: Job, engine: EngineLayout) -> int:
+    """Sequences that run at once on one engine."""
+    if engine.max_running_requests:
+        return engine.max_running_requests
+    if job.batch is None:
+        return DEFAULT_SLOTS
+    engines = max(1, job.engine_pool // engine.gpus_per_engine)
+    return max(1, min(DEFAULT_SLOTS, -(-job.batch.num_prompts * job.batch.group_size // engines)))
+
+
+def _more_cache(engine: EngineLayout) -> str:
+    return "raise memory_fraction" if engine.memory_fraction is not None else "give memory_fraction"
+
+
+def _room(job: Job, engine: EngineLayout) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """Where room for the cache may come from; first of all from a trainer that stays."""
+    if job.colocated and job.train is not None and job.train.backend == "megatron" and not job.memory.offload_weights:
+        return "offload_weights off → on: the trainer must leave the device", (("memory.offload_weights", True),)
+    return f"{_more_cache(engine)}; more ranks an engine; quantised weights", ()
+
+
+def _source(engine: EngineLayout) -> str:
+    return {
+        "vllm": "vLLM v1/worker/utils.py: request_memory",
+        "sglang": "SGLang model_executor/model_runner.py: profile_max_num_token",
+        "torch": "lockstep/rollout/module_decoder.py",
+    }[engine.engine]
+
+
+def _item(name: str, num_bytes: int, note: str) -> MemoryItem:
+    return MemoryItem(name, num_bytes, "counted", note, owner="engine")

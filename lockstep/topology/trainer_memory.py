@@ -1,0 +1,189 @@
+"""What a trainer of Megatron-Core keeps on one device of each pipeline stage, and what each phase adds.
+
+    weights      bf16 2 (fp8 kept by the parameters: 1 by rows and 1 by columns)       a local parameter
+    gradients    the main gradient buffer, fp32 4 or bf16 2
+    optimizer    master, m, v: 12 undistributed; distributed 12 / d, d = dp · cp for dense, the expert grid's own
+                 data-parallel size for experts; a share φ of it lies in host memory, with a pinned fp32 gradient
+
+Source: Megatron-LM optimizer/distrib_optimizer.py, optimizer/cpu_offloading/hybrid_optimizer.py (whole parameters until
+φ is reached: it overshoots), Transformer Engine FusedAdam (``store_param_remainders``: a bf16 weight and 2 bytes are
+its fp32 master). Buckets are padded to lcm(d, 128) elements, which is not counted.
+"""
+
+from __future__ import annotations
+
+from lockstep.topology.activations import (
+    checkpoint_activations,
+    in_flight,
+    layer_activations,
+    logits_bytes,
+)
+from lockstep.topology.cache import BYTES
+from lockstep.topology.memory_records import MemoryItem, Phase, StageMemory, gigabytes
+from lockstep.topology.parameters import RankParameters, rank_parameters
+from lockstep.topology.records import Job, TrainLayout, TrainMemory
+
+ASSUMED_TOKENS = 4096
+"""Tokens of a micro-batch where the job does not say."""
+
+CONTEXT_BYTES = 500_000_000
+"""CUDA context and loaded kernels of one process: 0.3 to 0.5 GB."""
+
+COMMUNICATOR_BYTES = {False: 7_000_000_000, True: 9_500_000_000}
+"""Everything that NCCL takes for a Megatron trainer on several devices, dense and MoE: verl issues 6408 and 6266,
+measured at tp 2, pp 2, dp 2 on eight H100."""
+
+
+def data_parallel(job: Job) -> tuple[int, int]:
+    """(dp · cp, data-parallel size of the expert grid): over how many ranks optimizer states are spread."""
+    layout = job.train or TrainLayout()
+    expert_tp = layout.etp if layout.etp is not None else layout.tp
+    return (
+        max(1, job.train_world // (layout.tp * layout.pp)),
+        max(1, job.train_world // (expert_tp * layout.ep * layout.pp)),
+    )
+
+
+def stage_memory(job: Job, stages: tuple[tuple[int, ...], ...]) -> tuple[StageMemory, ...]:
+    """Static memory of one device of every pipeline stage; ``stages`` are their decoder layers."""
+    layout = job.train or TrainLayout()
+    found = []
+    for stage, layers in enumerate(stages):
+        ends = {"first_stage": stage == 0, "last_stage": stage == len(stages) - 1}
+        held = rank_parameters(job.model, layout, layers, **ends)
+        states, host = _optimizer(held, job)
+        weights = round(held.total * BYTES[job.memory.weight_dtype])
+        gradients = held.total * BYTES[job.memory.grad_dtype]
+        found.append(StageMemory(stage, layers, weights, gradients, states, host))
+    return tuple(found)
+
+
+def static_items(job: Job, held: StageMemory) -> list[MemoryItem]:
+    """Weights, gradients and optimizer states as items."""
+    dense, expert = data_parallel(job)
+    spread = f"over dp·cp {dense}, experts over {expert}" if job.memory.distributed_optimizer else "not distributed"
+    share = job.memory.optimizer_offload_fraction
+    off = f"; {share:.0%} of them in host memory" if share else ""
+    bits = job.memory
+    items = [
+        MemoryItem("weights", held.weights, "counted", f"{BYTES[bits.weight_dtype]} bytes a parameter"),
+        MemoryItem("gradients", held.gradients, "counted", f"main buffer, {BYTES[bits.grad_dtype]} bytes a parameter"),
+        MemoryItem(
+            "optimizer states", held.optimizer, "counted", f"{optimizer_bytes(bits)} bytes a parameter {spread}{off}"
+        ),
+    ]
+    if bits.fp8 != "none" and not bits.fp8_param_gather:
+        copies = held.weights // BYTES[bits.weight_dtype] * 2
+        note = "rows and columns, kept over a step's micro-batches; embeddings and norms counted along"
+        source = "Transformer Engine module/base.py: get_weight_workspace"
+        items.append(MemoryItem("fp8 copies of weights", copies, "assumed", note, source))
+    return items
+
+
+def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> list[MemoryItem]:
+    """What ``phase`` adds to the static memory of this stage."""
+    layout = job.train or TrainLayout()
+    tokens, stated = micro_batch_tokens(job)
+    basis = "counted" if stated else "assumed"
+    chunk = job.batch.logprob_chunk_tokens if job.batch else None
+    last = held.stage == num_stages - 1
+    items = []
+    if phase == "train":
+        items.append(_activations(job, held, tokens, basis))
+    elif phase == "score":
+        working = max((layer_activations(job.model, layer, tokens, layout) for layer in held.layers), default=0)
+        items.append(MemoryItem("activations", working, basis, f"one layer of {tokens} tokens, no gradient"))
+    if phase in ("train", "score") and last:
+        size = logits_bytes(job.model, tokens, layout, chunk=chunk, gradient=phase == "train")
+        note = f"{tokens} tokens, vocabulary / {layout.tp}" + (f", float32 for {chunk} at once" if chunk else "")
+        items.append(MemoryItem("logits and loss", size, basis, note))
+    if phase in ("train", "score") and num_stages > 1:
+        size = 4 * checkpoint_activations(job.model, tokens, layout)
+        items.append(MemoryItem("pipeline buffers", size, "counted", "two states received, two sent"))
+    return items
+
+
+def overhead_items(job: Job) -> list[MemoryItem]:
+    """Context and communicators, which stay whatever the trainer offloads."""
+    items = [MemoryItem("device context", CONTEXT_BYTES, "measured", "one process")]
+    if job.train_world > 1:
+        note = "tp 2, pp 2, dp 2 on eight H100; taken over for every layout"
+        size = COMMUNICATOR_BYTES[job.model.is_moe]
+        items.append(MemoryItem("communicators", size, "measured", note, "verl issues 6408, 6266"))
+    return items
+
+
+def optimizer_bytes(memory: TrainMemory) -> int:
+    """Bytes a parameter of master and moments on the device."""
+    if memory.optimizer_offload_fraction or not memory.precision_aware_optimizer:
+        return 12
+    remainders = memory.master_dtype == "fp32" and memory.weight_dtype == "bf16"
+    return (2 if remainders else BYTES[memory.master_dtype]) + 2 * BYTES[memory.moment_dtype]
+
+
+def micro_batch_tokens(job: Job) -> tuple[int, bool]:
+    """Tokens of one micro-batch on one context-parallel rank, and whether the job states them."""
+    batch, layout = job.batch, job.train or TrainLayout()
+    if batch is not None and batch.max_tokens_per_gpu:
+        return batch.max_tokens_per_gpu, True
+    length = sequence_tokens(job)
+    if length is not None:
+        return -(-length * ((batch.micro_batch if batch else None) or 1) // layout.cp), True
+    return ASSUMED_TOKENS, False
+
+
+def sequence_tokens(job: Job) -> int | None:
+    """Longest prompt and response together; None where the job does not say."""
+    batch = job.batch
+    if batch is None or batch.response_tokens is None:
+        return None
+    return (batch.prompt_tokens or 0) + batch.response_tokens
+
+
+def num_micro_batches(job: Job) -> int | None:
+    """Micro-batches of one optimizer step on one data-parallel rank; None where the job does not say."""
+    batch, length = job.batch, sequence_tokens(job)
+    if batch is None or length is None:
+        return None
+    layout = job.train or TrainLayout()
+    samples = batch.global_batch or -(-batch.num_prompts * batch.group_size // batch.optimizer_steps)
+    replicas = max(1, job.train_world // (layout.tp * layout.pp * layout.cp))
+    tokens, _ = micro_batch_tokens(job)
+    return max(1, -(-samples * length // (replicas * layout.cp * tokens)))
+
+
+def _activations(job: Job, held: StageMemory, tokens: int, basis: str) -> MemoryItem:
+    layout, memory = job.train or TrainLayout(), job.memory
+    copies = in_flight(layout, held.stage, num_micro_batches(job))
+    per_layer = [layer_activations(job.model, layer, tokens, layout) for layer in held.layers]
+    kept = checkpoint_activations(job.model, tokens, layout)
+    name = "activations"
+    if memory.recompute == "full" and per_layer:
+        every = memory.recompute_num_layers or 1
+        if memory.recompute_method == "block":
+            again = min(every, len(per_layer))
+            one_batch = again * kept + sum(per_layer[again:])
+            working = max(per_layer[:again], default=0)
+        else:
+            one_batch = -(-len(per_layer) // every) * kept
+            working = max(sum(per_layer[start : start + every]) for start in range(0, len(per_layer), every))
+        note = f"{copies:g} micro-batches of {tokens} tokens, layers' inputs; working set {gigabytes(working)}"
+        size = round(copies * one_batch) + working
+    else:
+        note = f"{copies:g} micro-batches of {tokens} tokens, {len(per_layer)} layers, nothing recomputed"
+        size = round(copies * sum(per_layer))
+    if memory.offload_activations:
+        size, note = max(per_layer, default=0) * 2, f"two layers of {tokens} tokens, the rest in host memory"
+    return MemoryItem(name, size, "counted" if basis == "counted" else "assumed", note)
+
+
+def _optimizer(held: RankParameters, job: Job) -> tuple[int, int]:
+    """Bytes of optimizer states on the device and in host memory."""
+    memory = job.memory
+    dense, expert = data_parallel(job) if memory.distributed_optimizer else (1, 1)
+    parameters = held.dense / dense + held.experts / expert
+    share = memory.optimizer_offload_fraction
+    if share:
+        # The host's Adam keeps float32 whatever the device's would: master, m, v and a pinned gradient.
+        return round(12 * (1 - share) * parameters), round(16 * share * parameters)
+    return round(optimizer_bytes(memory) * parameters), 0
