@@ -6,7 +6,7 @@ clipped, so it would have no effect.
 
 from __future__ import annotations
 
-from lockstep.config.cluster_schema import EngineLayoutConfig, MegatronConfig, TrainLayoutConfig
+from lockstep.config.cluster_schema import EngineLayoutConfig, TrainLayoutConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     BoundConfig,
@@ -19,14 +19,33 @@ from lockstep.config.schema import (
     RefitConfig,
     RolloutConfig,
     RunConfig,
-    TrainerConfig,
 )
 from lockstep.recipes import derived, recipe
-from lockstep.recipes.data import AIME_PROBLEMS, dapo_math, model_folder
 from lockstep.recipes.evidence import DEEPSEEK_V4_PROB_DIFF, DEEPSEEK_V4_ROLLOUT_MEAN
 from lockstep.recipes.overlays import Changes, overlay, variant
+from lockstep.recipes.parts import AIME_PROBLEMS, dapo_math, megatron_trainer, model_folder
 
 NAME = "deepseek-v4-flash"
+
+BOUNDS = (
+    BoundConfig(
+        metric="abs_diff/rollout_mean",
+        bound=0.09,
+        hardware="cuda",
+        dtype="bfloat16",
+        quantisation="fp8",
+        evidence=DEEPSEEK_V4_ROLLOUT_MEAN,
+    ),
+    BoundConfig(
+        metric="prob_diff/mean",
+        bound=0.02,
+        hardware="cuda",
+        dtype="bfloat16",
+        quantisation="mxfp4_experts",
+        evidence=DEEPSEEK_V4_PROB_DIFF,
+    ),
+)
+"""Published agreement, by what the engine's weights are quantised to. None was shown with the layouts below."""
 
 
 @recipe(NAME, hardware="mi355x")
@@ -54,45 +73,14 @@ def deepseek_v4_flash() -> RunConfig:
         algorithm=AlgorithmConfig(
             num_prompts=32, group_size=8, dynamic_sampling=DynamicSamplingConfig(enabled=True, max_refill_rounds=16)
         ),
-        trainer=TrainerConfig(
-            backend="megatron",
-            learning_rate=1e-6,
-            weight_decay=0.1,
-            beta2=0.98,
+        trainer=megatron_trainer(
             routing_replay=True,
             micro_batch_tokens=2048,
             packing="padded",  # its compressors cut windows by position: sequences may not share a row
             layout=TrainLayoutConfig(etp=1, sequence_parallel=True),
-            megatron=MegatronConfig(
-                implementation="miles",  # upstream Megatron has no pipeline for hyper-connections
-                micro_batch=1,
-                offload_weights=True,
-                recompute="full",
-                recompute_method="uniform",
-                recompute_num_layers=1,
-                freeze_router=True,
-            ),
+            megatron={"micro_batch": 1, "freeze_router": True},
         ),
-        gate=GateConfig(
-            bounds=(
-                BoundConfig(
-                    metric="abs_diff/rollout_mean",
-                    bound=0.09,
-                    hardware="cuda",
-                    dtype="bfloat16",
-                    quantisation="fp8",
-                    evidence=DEEPSEEK_V4_ROLLOUT_MEAN,
-                ),
-                BoundConfig(
-                    metric="prob_diff/mean",
-                    bound=0.02,
-                    hardware="cuda",
-                    dtype="bfloat16",
-                    quantisation="mxfp4_experts",
-                    evidence=DEEPSEEK_V4_PROB_DIFF,
-                ),
-            )
-        ),
+        gate=GateConfig(bounds=BOUNDS),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=1 << 30),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),

@@ -6,10 +6,9 @@ The clip range that public runs pass (0.2, 0.28) is left out: with one optimizer
 
 from __future__ import annotations
 
-from lockstep.config.cluster_schema import EngineLayoutConfig, MegatronConfig, SglangConfig, TrainLayoutConfig
+from lockstep.config.cluster_schema import EngineLayoutConfig, SglangConfig, TrainLayoutConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
-    BoundConfig,
     CheckpointConfig,
     CorrectionConfig,
     EvalConfig,
@@ -19,12 +18,10 @@ from lockstep.config.schema import (
     RefitConfig,
     RolloutConfig,
     RunConfig,
-    TrainerConfig,
 )
 from lockstep.recipes import derived, recipe
-from lockstep.recipes.data import AIME_PROBLEMS, dapo_math, model_folder
-from lockstep.recipes.evidence import SLIME_CI_BF16
 from lockstep.recipes.overlays import Changes, overlay
+from lockstep.recipes.parts import AIME_PROBLEMS, bf16_bound, dapo_math, megatron_trainer, model_folder
 
 NAME = "glm-5_2"
 
@@ -61,31 +58,13 @@ def glm_5_2() -> RunConfig:
             group_size=8,
             corrections=CorrectionConfig(weight="tis", weight_low=0.5, weight_high=2.0),
         ),
-        trainer=TrainerConfig(
-            backend="megatron",
-            learning_rate=1e-6,
-            weight_decay=0.1,
-            beta2=0.98,
+        trainer=megatron_trainer(
             micro_batch_tokens=8192,
             logprob_chunk_tokens=16384,
             layout=TrainLayoutConfig(etp=1, sequence_parallel=True, moe_dispatcher="alltoall"),
-            megatron=MegatronConfig(
-                implementation="miles",
-                pad_multiple=1024,
-                offload_weights=True,
-                rematerialise_weights=True,
-                recompute="full",
-                recompute_method="uniform",
-                recompute_num_layers=1,
-            ),
+            megatron={"pad_multiple": 1024, "rematerialise_weights": True},
         ),
-        gate=GateConfig(
-            bounds=(
-                BoundConfig(
-                    metric="abs_diff/rollout_mean", bound=0.1, hardware="cuda", dtype="bfloat16", evidence=SLIME_CI_BF16
-                ),
-            )
-        ),
+        gate=GateConfig(bounds=(bf16_bound(),)),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=2 << 30),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.config.cluster_schema import EngineLayoutConfig, MegatronConfig, SglangConfig, TrainLayoutConfig
+from lockstep.config.cluster_schema import EngineLayoutConfig, SglangConfig, TrainLayoutConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
-    BoundConfig,
     CheckpointConfig,
     CorrectionConfig,
     EvalConfig,
@@ -15,12 +14,10 @@ from lockstep.config.schema import (
     RefitConfig,
     RolloutConfig,
     RunConfig,
-    TrainerConfig,
 )
 from lockstep.recipes import derived, recipe
-from lockstep.recipes.data import AIME_2025, AIME_PROBLEMS, dapo_math, model_folder
-from lockstep.recipes.evidence import SLIME_CI_BF16
 from lockstep.recipes.overlays import Changes, overlay
+from lockstep.recipes.parts import AIME_2025, AIME_PROBLEMS, bf16_bound, dapo_math, megatron_trainer, model_folder
 
 NAME, SMALL = "inkling", "inkling-small"
 
@@ -62,31 +59,13 @@ def inkling() -> RunConfig:
             dual_clip=3.0,
             corrections=CorrectionConfig(weight="tis"),
         ),
-        trainer=TrainerConfig(
-            backend="megatron",
-            learning_rate=1e-6,
-            weight_decay=0.1,
-            beta2=0.98,
+        trainer=megatron_trainer(
             routing_replay=True,
             micro_batch_tokens=8192,
             layout=TrainLayoutConfig(tp=4, etp=1, sequence_parallel=True),
-            megatron=MegatronConfig(
-                implementation="miles",
-                micro_batch=1,
-                offload_weights=True,
-                offload_target="disk",
-                recompute="full",
-                recompute_method="uniform",
-                recompute_num_layers=1,
-            ),
+            megatron={"micro_batch": 1, "offload_target": "disk"},
         ),
-        gate=GateConfig(
-            bounds=(
-                BoundConfig(
-                    metric="abs_diff/rollout_mean", bound=0.1, hardware="cuda", dtype="bfloat16", evidence=SLIME_CI_BF16
-                ),
-            )
-        ),
+        gate=GateConfig(bounds=(bf16_bound(),)),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=1 << 30),
         eval=EvalConfig(every=5, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=10),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.config.cluster_schema import EngineLayoutConfig, MegatronConfig, TrainLayoutConfig
+from lockstep.config.cluster_schema import EngineLayoutConfig, TrainLayoutConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     BoundConfig,
@@ -18,9 +18,8 @@ from lockstep.config.schema import (
     TrainerConfig,
 )
 from lockstep.recipes import derived, recipe
-from lockstep.recipes.data import AIME_PROBLEMS, dapo_math, gsm8k, model_folder
-from lockstep.recipes.evidence import SLIME_CI_BF16
 from lockstep.recipes.overlays import Changes, overlay, variant
+from lockstep.recipes.parts import AIME_PROBLEMS, bf16_bound, dapo_math, gsm8k, megatron_trainer, model_folder
 
 MOE, DENSE = "qwen3-30b-a3b", "qwen3-4b"
 
@@ -54,37 +53,11 @@ def qwen3_30b_a3b() -> RunConfig:
             clip_high=4e-4,
             corrections=CorrectionConfig(weight="tis"),
         ),
-        trainer=TrainerConfig(
-            backend="megatron",
-            learning_rate=1e-6,
-            weight_decay=0.1,
-            beta2=0.98,
+        trainer=megatron_trainer(
             layout=TrainLayoutConfig(etp=1),
-            megatron=MegatronConfig(
-                implementation="miles",
-                offload_weights=True,
-                optimizer_offload_fraction=1.0,
-                precision_aware_optimizer=True,
-                recompute="full",
-                recompute_method="uniform",
-                recompute_num_layers=1,
-            ),
+            megatron={"optimizer_offload_fraction": 1.0, "precision_aware_optimizer": True},
         ),
-        gate=GateConfig(
-            bounds=(
-                BoundConfig(
-                    metric="abs_diff/rollout_mean", bound=0.1, hardware="cuda", dtype="bfloat16", evidence=SLIME_CI_BF16
-                ),
-                BoundConfig(
-                    metric="abs_diff/rollout_mean",
-                    bound=0.1,
-                    hardware="cuda",
-                    dtype="bfloat16",
-                    quantisation="fp8",
-                    evidence=SLIME_CI_BF16,
-                ),
-            )
-        ),
+        gate=GateConfig(bounds=(bf16_bound(), bf16_bound("fp8"))),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=512 << 20),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),
@@ -171,9 +144,7 @@ def qwen3_4b() -> RunConfig:
         trainer=TrainerConfig(learning_rate=1e-6, micro_batch_tokens=8192, gradient_checkpointing=True),
         gate=GateConfig(
             bounds=(
-                BoundConfig(
-                    metric="abs_diff/rollout_mean", bound=0.1, hardware="cuda", dtype="bfloat16", evidence=SLIME_CI_BF16
-                ),
+                bf16_bound(),
                 BoundConfig(
                     bound=0.07,
                     hardware="cpu",
