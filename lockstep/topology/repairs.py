@@ -1,0 +1,196 @@
+"""The nearest legal values: what a violation's settings could be instead, found by asking the rules.
+
+A candidate must pass the rule that is broken. Among those come first the ones that bring no other error and leave none
+that is about the same setting, then the nearest. A setting of which no value passes is named as such, and the next one
+is tried: an error never advises what can't work.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from lockstep.topology.records import Job
+from lockstep.topology.rules import RULES, Changes, Knob, Rule, apply, setting
+
+_MAX_TRIED = 6
+"""Passing candidates of a knob that are judged by the whole set of rules."""
+
+
+def repair(rule: Rule, job: Job) -> tuple[str, Changes]:
+    """What to change so that the rule is kept: text with up to two values, and the first one as settings. Empty where
+    no value of any knob passes.
+
+    Example: ``("ep 4 → 2 or 1", (("train.ep", 2),))``.
+    """
+    before = errors(job)
+    hopeless: list[str] = []
+    best: tuple[int, list[Changes], list[str]] | None = None
+    for knob in rule.knobs:
+        passing = list(itertools.islice(_passing(rule, job, knob), _MAX_TRIED))
+        if not passing:
+            hopeless.append(_name(knob))
+            continue
+        judged = [(_remaining(before, knob, apply(job, changes)), changes) for changes in passing]
+        fewest = min(count for count, _ in judged)
+        if best is None or fewest < best[0]:
+            best = fewest, [changes for count, changes in judged if count == fewest], list(hopeless)
+    if best is None:
+        return "", ()
+    shown = list(dict.fromkeys(best[1]))[:2] if all(map(_hashable, best[1])) else best[1][:1]
+    text = describe(job, shown)
+    if best[2]:
+        text = f"no value of {' or '.join(best[2])} passes; {text}"
+    return text, shown[0]
+
+
+def errors(job: Job) -> frozenset[str]:
+    """Ids of the rules of severity error that the job breaks; with sizes below 1, that one alone."""
+    if RULES[0].broken(job) is not None:
+        return frozenset({RULES[0].id})
+    return frozenset(rule.id for rule in RULES if rule.severity == "error" and rule.broken(job) is not None)
+
+
+def _remaining(before: frozenset[str], knob: Knob, changed: Job) -> int:
+    """Errors that a change brings, and those that it leaves although they are about the same setting."""
+    same = {rule.id for rule in RULES if knob in rule.knobs}
+    return sum(id not in before or id in same for id in errors(changed))
+
+
+def _hashable(changes: Changes) -> bool:
+    return not any(isinstance(value, dict) for _, value in changes)
+
+
+def describe(job: Job, alternatives: list[Changes]) -> str:
+    """Changes as text. Alternatives of one setting share its name: "cp 4 → 2 or 1"."""
+    first, *others = alternatives
+    if len(first) == 1 and all(len(other) == 1 and other[0][0] == first[0][0] for other in others):
+        path = first[0][0]
+        values = " or ".join(_show(changes[0][1]) for changes in alternatives)
+        return f"{label(path)} {_show(setting(job, path))} → {values}"
+    return "; or ".join(
+        ", ".join(f"{label(path)} {_show(setting(job, path))} → {_show(value)}" for path, value in changes)
+        for changes in alternatives
+    )
+
+
+def label(path: str) -> str:
+    """A setting's name for a person: the trainer's bare, the engine's with "engine" in front."""
+    parts = path.split(".")
+    return f"engine {parts[-1]}" if parts[0] == "engine" else parts[-1]
+
+
+def _passing(rule: Rule, job: Job, knob: Knob) -> Iterator[Changes]:
+    """Candidates of a knob that keep the rule, nearest first."""
+    candidates = _of_setting(job, knob) if isinstance(knob, str) else knob(job)
+    for changes in candidates:
+        if rule.broken(apply(job, changes)) is None:
+            yield changes
+
+
+def _of_setting(job: Job, path: str) -> Iterator[Changes]:
+    now = setting(job, path)
+    values = [value for value in _domain(path)(job, now) if value != now]
+    if isinstance(now, int) and not isinstance(now, bool):
+        values.sort(key=lambda value: (abs(value - now), value) if isinstance(value, int) else (1 << 60, 0))
+    yield from (((path, value),) for value in values)
+
+
+def _domain(path: str) -> Callable[[Job, Any], Iterable[Any]]:
+    name = path.rpartition(".")[2]
+    if path in ("engine.tp", "engine.pp", "engine.ep"):
+        return _engine_size
+    return _DOMAINS.get(name, _switch)
+
+
+def _name(knob: Knob) -> str:
+    return label(knob) if isinstance(knob, str) else knob.__name__.replace("_", " ")
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value) or "unset"
+    return str(value)
+
+
+# --- which values a setting can have ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(part for part in range(1, number + 1) if number % part == 0)
+
+
+def _switch(job: Job, now: Any) -> Iterable[Any]:
+    return (not now,) if isinstance(now, bool) else (None,)
+
+
+def _axis(job: Job, now: Any) -> Iterable[Any]:
+    """Sizes of the trainer's axes: what divides its world."""
+    return divisors(max(1, job.train_world))
+
+
+def _engine_size(job: Job, now: Any) -> Iterable[Any]:
+    return divisors(max(1, job.engine_pool))
+
+
+def _near(job: Job, now: Any) -> Iterable[Any]:
+    """Any number up to twice the present one, for counts of samples, tokens and devices."""
+    return range(1, 2 * max(now or 1, 16) + 1)
+
+
+def _multiples(job: Job, now: Any) -> Iterable[Any]:
+    """Numbers of tokens: multiples of 16 around the present one."""
+    present = now or 0
+    return (*range(present + 1, present + 4097), *range(max(1, present - 512), present))
+
+
+def _choices(*values: Any) -> Callable[[Job, Any], Iterable[Any]]:
+    return lambda job, now: values
+
+
+_DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
+    **dict.fromkeys(("tp", "pp", "cp", "ep", "replicate", "optimizer_instances"), _axis),
+    "etp": lambda job, now: (*divisors(max(1, job.train_world)), None),
+    **dict.fromkeys(("gpus_per_engine", "dp", "moe_dp", "attention_cp", "decode_cp", "prefill_cp"), _engine_size),
+    "moe_dense_tp": _choices(1, None),
+    **dict.fromkeys(("nodes", "gpus_per_node", "num_prompts", "group_size", "global_batch", "micro_batch"), _near),
+    **dict.fromkeys(("optimizer_steps", "microbatch_group", "max_running_requests"), _near),
+    "rollout_gpus": lambda job, now: range(job.num_gpus),
+    "virtual_stages": lambda job, now: (*range(1, job.model.num_layers + 1), None),
+    "layers_per_virtual_stage": lambda job, now: (*range(1, job.model.num_layers + 1), None),
+    **dict.fromkeys(("pad_multiple", "prompt_tokens", "response_tokens"), _multiples),
+    **dict.fromkeys(("chunked_prefill_tokens", "page_tokens"), _near),
+    "vocab_divisor": lambda job, now: (128, 64, 32, 16, 8, 4, 2, 1),
+    "padded_vocab": lambda job, now: range((now or 0) + 1, (now or 0) + 4097),
+    "optimizer_offload_fraction": _choices(0.0),
+    "memory_fraction": _choices(0.9, 0.5),
+    "fp8": _choices("blockwise", "delayed", "mxfp8", "none"),
+    **dict.fromkeys(("moment_dtype", "master_dtype", "grad_dtype"), _choices("fp32")),
+    "weight_dtype": _choices("bf16", "fp32"),
+    "recompute": _choices("selective", "none", "full"),
+    "recompute_method": _choices("uniform", None),
+    "recompute_num_layers": _choices(1, None),
+    "cp_comm_type": _choices("p2p", "a2a", "all_gather", "a2a+p2p", None),
+    "cp_partition": _choices("contiguous", "zigzag", None),
+    "moe_dispatcher": _choices("alltoall", "allgather", "flex"),
+    "moe_flex_backend": _choices("deepep", "hybridep", "ncclep", None),
+    "moe_router_dtype": _choices("fp32", None),
+    "moe_router_padding": _choices(True, False),
+    **dict.fromkeys(("per_token_loss", "fused_attention"), _choices(True, False)),
+    **dict.fromkeys(("rope_fusion", "cuda_graphs", "custom_all_reduce"), _choices(False, True)),
+    "router_score": _choices("sigmoid", "sqrtsoftplus", "softmax"),
+    "implementation": _choices("miles", "verl"),
+    "offload_target": _choices("cpu", "disk"),
+    "optimizer": _choices("adam"),
+    "pause_mode": _choices("retract", "in_place"),
+    "rank_order": _choices("tp-cp-ep-dp-pp"),
+    "deepep_mode": _choices("low_latency", "auto"),
+}
