@@ -188,9 +188,10 @@ def _proof(
 
 
 def proof_bounds(config: RunConfig, gate: Gate, device: str) -> tuple[BoundConfig, ...]:
-    """The bounds of a refit's probes: the gate's. Those of an unquantised run if the engine is quantised and there are
-    any, because the reference then computes with the quantised weights too."""
-    if config.rollout.quantisation == "none":
+    """The bounds of a refit's probes: the gate's. Those of an unquantised run if the torch engine is quantised and
+    there are any, because the reference then computes with the quantised weights too; vLLM's kernels also round what
+    they multiply them with."""
+    if config.rollout.quantisation == "none" or config.rollout.engine == "vllm":
         return gate.bounds
     plain = config.rollout.model_copy(update={"quantisation": "none"})
     return fitting_bounds(config.model_copy(update={"rollout": plain}), device) or gate.bounds

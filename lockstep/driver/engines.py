@@ -16,7 +16,10 @@ from lockstep.config.schema import RunConfig
 from lockstep.driver.remote import start_separate_engine
 from lockstep.interfaces import Engine
 from lockstep.model.load import torch_dtype
+from lockstep.model.weights import ModelWeights
 from lockstep.refit.derived import Registry
+from lockstep.refit.names import as_checkpoint
+from lockstep.refit.quantised_config import served_section
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.rollout.vllm_folder import write_model_folder
 from lockstep.rollout.vllm_start import VllmSettings
@@ -44,14 +47,17 @@ def build_engine(
     """
     if config.rollout.process == "separate":
         longest = served_length(config, model, max_prompt_tokens)
-        return start_separate_engine(config, model, vocab_limit=vocab_limit, max_model_len=longest)
+        section = quantisation_section(config, model) if config.rollout.engine == "vllm" else None
+        return start_separate_engine(
+            config, model, vocab_limit=vocab_limit, max_model_len=longest, quantisation=section
+        )
     if config.rollout.engine == "torch":
         own = copy.deepcopy(model).to(torch_dtype(config.rollout.dtype))
         return TorchEngine(own, config.rollout, decode=decode, vocab_limit=vocab_limit)
     from lockstep.rollout.vllm_engine import VllmEngine
 
     with span("start/vllm"), tempfile.TemporaryDirectory(prefix="lockstep-vllm-") as folder:
-        write_model_folder(model, Path(folder))
+        write_model_folder(model, Path(folder), quantisation=quantisation_section(config, model))
         settings = VllmSettings.of(
             config.rollout,
             folder,
@@ -59,6 +65,13 @@ def build_engine(
             vocab_limit=vocab_limit,
         )
         return VllmEngine(settings, decode=decode, derived=derived_state(), device=model.device.type)
+
+
+def quantisation_section(config: RunConfig, model: Any) -> dict[str, Any] | None:
+    """The ``quantization_config`` of an engine that loads by checkpoint names; None where nothing is quantised."""
+    if config.rollout.quantisation == "none":
+        return None
+    return served_section(as_checkpoint(ModelWeights(model, 0)).manifest(), config.rollout.quantisation)
 
 
 def served_length(config: RunConfig, model: Any, max_prompt_tokens: int) -> int | None:

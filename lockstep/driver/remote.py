@@ -18,9 +18,15 @@ from lockstep.spans import span
 
 
 def start_separate_engine(
-    config: RunConfig, model: Any, *, vocab_limit: int, max_model_len: int | None
+    config: RunConfig,
+    model: Any,
+    *,
+    vocab_limit: int,
+    max_model_len: int | None,
+    quantisation: dict[str, Any] | None = None,
 ) -> RemoteEngine:
     """Start ``rollout.engine`` for the architecture of ``model``, the trainer's, in a process of its own.
+    ``quantisation``: the ``quantization_config`` that vLLM starts with.
 
     No weights go along: the engine starts from random ones and serves nothing until a refit commits.
     """
@@ -32,7 +38,7 @@ def start_separate_engine(
     }
     with span("start/engine"), tempfile.TemporaryDirectory(prefix="lockstep-engine-") as folder:
         if config.rollout.engine == "vllm":
-            write_model_folder(model, Path(folder))
+            write_model_folder(model, Path(folder), quantisation=quantisation)
             vllm = VllmSettings.of(config.rollout, folder, max_model_len=max_model_len, vocab_limit=vocab_limit)
             settings["vllm"] = vllm.as_dict()
         else:

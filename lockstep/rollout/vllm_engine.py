@@ -73,7 +73,7 @@ class VllmEngine(QueuedEngine):
             temperature=settings.temperature,
             want_routes=settings.record_routes,
         )
-        self._receiver = VllmReceiver(self.llm, self, derived)
+        self._receiver = VllmReceiver(self.llm, self, derived, settings.quantisation)
         self._asleep = 0
 
     @classmethod

@@ -20,8 +20,13 @@ EXTRA_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model_folder(model: PreTrainedModel, folder: Path, *, weights: bool = False) -> Path:
-    """Write ``model``'s configuration into ``folder``, and its weights under checkpoint names if asked. Returns it."""
+def write_model_folder(
+    model: PreTrainedModel, folder: Path, *, weights: bool = False, quantisation: dict[str, Any] | None = None
+) -> Path:
+    """Write ``model``'s configuration into ``folder``, and its weights under checkpoint names if asked. Returns it.
+
+    ``quantisation``: the ``quantization_config`` of the weights that an engine is to be refitted with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if weights:
         model.save_pretrained(folder)
@@ -29,6 +34,8 @@ def write_model_folder(model: PreTrainedModel, folder: Path, *, weights: bool = 
     values["architectures"] = [type(model).__name__]
     # De-quantised when it was loaded (a GGUF file): what travels is plain.
     values.pop("quantization_config", None)
+    if quantisation is not None:
+        values["quantization_config"] = quantisation
     for name, value in EXTRA_FIELDS.get(str(values.get("model_type")), {}).items():
         values.setdefault(name, value)
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -57,8 +57,11 @@ class VllmReceiver:
     has no layer-wise reload.
     """
 
-    def __init__(self, llm: Any, host: RefitHost, derived: DerivedState | None) -> None:
+    def __init__(
+        self, llm: Any, host: RefitHost, derived: DerivedState | None, quantisation: Quantisation = "none"
+    ) -> None:
         self._llm = llm
+        self._quantisation: Quantisation = quantisation
         self._host = host
         self._derived = derived
         self._reload = LayerwiseReload()
@@ -82,14 +85,19 @@ class VllmReceiver:
 
     @property
     def quantisation(self) -> Quantisation:
-        """Plain weights: refits of vLLM's quantised layouts are not made."""
-        return "none"
+        """The scheme of the manifests that it takes: codes and scales go through vLLM's own loaders."""
+        return self._quantisation
 
     def begin(self, manifest: Manifest) -> None:
         """Prove the manifest both ways. Raises RefitRefused with every problem by name, and leaves weights, version and
         caches as they were (a wrong expert map is repaired first, since the loader's answers depend on it)."""
         if self._manifest is not None:
             raise RuntimeError(f"a refit to version {self._manifest.version} has begun and is not over")
+        if manifest.quantisation != self._quantisation:
+            raise RefitRefused(
+                f"manifest of version {manifest.version} is quantised {manifest.quantisation!r}, this engine serves "
+                f"{self._quantisation!r} (rollout.quantisation)"
+            )
         if self._derived is not None:
             if refusals := self._derived.refusals(self._llm):
                 raise RefitRefused(f"refit to version {manifest.version} refused: " + "; ".join(refusals))

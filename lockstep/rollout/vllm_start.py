@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lockstep.config.schema import RolloutConfig
+from lockstep.records import Quantisation
 
 
 class EngineUnavailable(RuntimeError):
@@ -53,7 +54,8 @@ class VllmSettings:
     ``model_folder`` holds ``config.json`` (``write_model_folder``); with ``load_format`` "dummy" the weights are
     random until a refit, with "safetensors" they are the folder's. ``max_model_len``: longest prompt and answer
     together, in tokens (None: the model's context). The cache has ``kv_cache_bytes``, or what ``memory_fraction`` of
-    the card leaves. ``version``: of the folder's weights.
+    the card leaves. ``version``: of the folder's weights. ``quantisation``: the scheme of the manifests that it takes,
+    which the folder's ``quantization_config`` says too.
     """
 
     model_folder: str
@@ -70,6 +72,7 @@ class VllmSettings:
     vocab_limit: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     version: int = 0
+    quantisation: Quantisation = "none"
     engine_args: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -88,6 +91,7 @@ class VllmSettings:
                 "enforce_eager": vllm.enforce_eager,
                 "temperature": config.temperature,
                 "record_routes": config.record_routes,
+                "quantisation": config.quantisation,
                 "engine_args": dict(vllm.engine_args),
                 **more,
             },
@@ -140,7 +144,12 @@ def start_llm(settings: VllmSettings, *, device: str | None = None) -> Any:
         if not settings.record_routes and "enable_trace_replay" not in known:
             # Tokens to be scored by decoding are forced through model runner V1's sampler; V2 needs trace replay.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        llm = vllm.LLM(**engine_arguments(settings, known, on_cpu=platform == "cpu"))
+        try:
+            llm = vllm.LLM(**engine_arguments(settings, known, on_cpu=platform == "cpu"))
+        except ValueError as error:
+            if settings.quantisation == "none":
+                raise
+            raise EngineUnavailable(f"vLLM can't serve {settings.quantisation} weights here: {error}") from error
     _started.add(id(llm))
     return llm
 

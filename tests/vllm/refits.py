@@ -61,8 +61,8 @@ class Answers:
 
 def answers(engine: Any) -> Answers:
     """Ask an engine."""
-    scored = {path: engine.score(list(_probes()), path) for path in ("prefill", "decode")}
-    flat = {path: np.concatenate([one[s.sequence_id].logprobs[1:] for s in _probes()]) for path, one in scored.items()}
+    scored = {path: engine.score(list(probes()), path) for path in ("prefill", "decode")}
+    flat = {path: np.concatenate([one[s.sequence_id].logprobs[1:] for s in probes()]) for path, one in scored.items()}
     return Answers(greedy_tokens(engine), flat["prefill"], flat["decode"])
 
 
@@ -92,7 +92,7 @@ def assert_like_a_fresh_engine(engine: Any, family: str, seed: int) -> None:
 
 
 @cache
-def _probes() -> tuple[Sequence, ...]:
+def probes() -> tuple[Sequence, ...]:
     generator = np.random.default_rng(0)
     made = []
     for index, length in enumerate((24, 17)):
