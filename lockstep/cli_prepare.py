@@ -81,6 +81,7 @@ def prepare(
             chosen,
             where,
             progress,
+            catalogue=None if config.model.source == "random" else config.model.catalogue,
             only=tuple(one.value for one in stage or ()),
             workers=workers,
             restart=restart,

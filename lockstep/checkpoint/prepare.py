@@ -22,15 +22,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lockstep.checkpoint.convert import Dequantise, Quantise
 from lockstep.checkpoint.errors import CheckpointError
+from lockstep.checkpoint.expectation import expectation_of
 from lockstep.checkpoint.fetch import fetch, fingerprint
 from lockstep.checkpoint.headers import read_checkpoint
-from lockstep.checkpoint.pairs_on_disk import is_fnuz, scheme_of
+from lockstep.checkpoint.inspect import inspect
+from lockstep.checkpoint.pairs_on_disk import METHOD, is_fnuz, scheme_of
+from lockstep.checkpoint.prune import Prune
 from lockstep.checkpoint.records import CheckpointIndex, Transform
 from lockstep.checkpoint.streaming import folder_jobs, promised, weights_bytes
 from lockstep.checkpoint.tensors import TensorReader
 from lockstep.checkpoint.work_list import WORK_LIST, DoneFile, WorkList
 from lockstep.checkpoint.writer import Progress, run_jobs
 from lockstep.durable import LockedByAnother, ProcessLock
+from lockstep.topology.catalogue import model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,12 +72,14 @@ class Prepared:
 
 @dataclass
 class Preparation:
-    """One preparation: ``settings`` of the recipe, with ``source`` and ``target`` in place."""
+    """One preparation: ``settings`` of the recipe, with ``source`` and ``target`` in place. ``catalogue``: the model's
+    name there, if the source is to have its sizes; ``only``: the stages to run, all if it is empty."""
 
     settings: PrepareConfig
     source: str
     target: Path
     progress: Progress
+    catalogue: str | None = None
     only: Sequence[StageName] = ()
     workers: int = 2
     restart: bool = False
@@ -90,8 +96,18 @@ class Preparation:
     def _stages(self, work: WorkList | None) -> Prepared:
         source = self._fetched(work)
         self._validated(source)
+        before = len(self.results)
+        result = self._chain(source, None)
+        if work is None:
+            return result
+        # The plan has shown every refusal that headers can show, before anything is written.
+        del self.results[before:]
+        return self._chain(source, work)
+
+    def _chain(self, source: CheckpointIndex, work: WorkList | None) -> Prepared:
+        """Everything behind validation; without a work list it is planned and nothing is written."""
         inputs = {"source": fingerprint(source)} if work else {}
-        pruned, inputs = self._step("prune", self._pruning(source), source, inputs, work)
+        pruned, inputs = self._step("prune", self._pruning(), source, inputs, work)
         plain, plain_inputs = self._step("dequantise", self._dequantising(pruned), pruned, inputs, work)
         engine, _ = self._step("quantise", *self._quantising(pruned, plain, inputs, plain_inputs), work)
         shards = self._sharded(plain, plain_inputs, work)
@@ -114,14 +130,22 @@ class Preparation:
 
     def _validated(self, source: CheckpointIndex) -> None:
         start = time.monotonic()
-        self._add("validate", "done", f"{len(source.tensors)} tensors", source, start)
+        if self.only and not any(stage in self.only for stage in ("fetch", "validate", "prune", "dequantise")):
+            self._add("validate", "not asked for", "", source, start)
+            return
+        # The catalogue has a pruned copy under its own name; what is published is the whole model.
+        name = self.catalogue and self.catalogue.removesuffix(f"-{self.settings.keep_layers}layer")
+        shape = None if name is None else model_shape(name)
+        report = inspect(source.folder, None if shape is None else expectation_of(shape))
+        report.checked()
+        compared = "with its own config.json" if shape is None else f"with {name} of the catalogue"
+        detail = f"{report.num_tensors} tensors, {report.quantisation}, compared {compared}"
+        self._add("validate", "done", "; ".join([detail, *report.notes]), source, start)
 
-    def _pruning(self, source: CheckpointIndex) -> Transform | str:
+    def _pruning(self) -> Transform | str:
         if self.settings.keep_layers is None:
             return "prepare.keep_layers is not set"
-        from lockstep.checkpoint.prune import Prune
-
-        return Prune(self.settings.keep_layers)
+        return Prune(self.settings.keep_layers, "keep" if self.settings.keep_mtp else "drop")
 
     def _dequantising(self, pruned: CheckpointIndex) -> Transform | str:
         return "its weights are plain" if scheme_of(pruned) == "none" else Dequantise()
@@ -196,7 +220,7 @@ class Preparation:
             for name in done:
                 work.forget_file(stage, name)
             raise CheckpointError(source.folder, [f"changed while {stage} read it: what was written is not trusted"])
-        result = read_checkpoint(folder)
+        result = validated(folder)
         self._add(stage, "done", "", result, start)
         return result, {"stage": stage, "files": _digest_of(done)}
 
@@ -220,6 +244,16 @@ def _one_thread_a_worker() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def validated(folder: Path) -> CheckpointIndex:
+    """The index of a folder that a stage wrote, held against its own configuration as the source was. What has no
+    published layout (``pairs_on_disk.METHOD``) is held against its headers alone."""
+    index = read_checkpoint(folder)
+    section = index.config.get("quantization_config")
+    if isinstance(section, Mapping) and section.get("quant_method") == METHOD:
+        return index
+    return inspect(folder).checked()
 
 
 def _digest_of(files: Mapping[str, DoneFile]) -> str:

@@ -20,12 +20,12 @@ from lockstep.checkpoint.errors import CheckpointError, Problem
 from lockstep.checkpoint.folder import INDEX, SINGLE, list_folder
 from lockstep.checkpoint.records import CheckpointIndex, OutputGroup, OutputTensor, TensorEntry, Transform
 from lockstep.checkpoint.tensors import DTYPE_WORDS, TORCH_DTYPES, OpenFiles, as_bytes, num_bytes
-from lockstep.checkpoint.writer import ByteBudget, FileJob, Sink, bytes_job
+from lockstep.checkpoint.writer import MIN_BUDGET_BYTES, ByteBudget, FileJob, Sink, bytes_job
 
 CONFIG = "config.json"
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".md")
 """Endings of what travels with the weights: tokenizer, template, generation settings, licence."""
-MIN_BUDGET_BYTES = 256 << 20
+
 
 Read = Callable[[str], torch.Tensor]
 

@@ -25,6 +25,7 @@ from lockstep.checkpoint.work_list import DoneFile, WorkList
 from lockstep.durable import rename_durably
 
 CHUNK_BYTES = 4 << 20
+MIN_BUDGET_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,13 +67,15 @@ class Sink:
 @dataclass(frozen=True, slots=True)
 class FileJob:
     """One file to write. ``num_bytes``: its size (an estimate unless ``exact``). ``plan``: digest of everything that
-    determines its content beside the stage's inputs. ``write`` fills it and returns JSON for ``DoneFile.details``."""
+    determines its content beside the stage's inputs. ``write`` fills it and returns JSON for ``DoneFile.details``.
+    ``last``: written when all others are, and anew when any of them was."""
 
     name: str
     num_bytes: int
     plan: str
     write: Callable[[Sink], dict[str, Any]]
     exact: bool = True
+    last: bool = False
 
 
 def bytes_job(name: str, content: bytes) -> FileJob:
@@ -122,6 +125,8 @@ def run_jobs(
     with ThreadPoolExecutor(workers) as pool:
         agreed = list(pool.map(lambda job: _agrees(folder / job.name, done[job.name], progress), claimed))
     kept = {job.name for job, agrees in zip(claimed, agreed, strict=True) if agrees}
+    if any(job.name not in kept for job in jobs if not job.last):
+        kept -= {job.name for job in jobs if job.last}
     missing = [job for job in jobs if job.name not in kept]
     for name in done.keys() - kept:
         work.forget_file(stage, name)
@@ -140,8 +145,9 @@ def run_jobs(
 
     with _clear_about_space(folder, stage), ThreadPoolExecutor(workers) as pool:
         try:
-            for future in [pool.submit(run, job) for job in missing]:
-                future.result()
+            for last in (False, True):
+                for future in [pool.submit(run, job) for job in missing if job.last == last]:
+                    future.result()
         except BaseException:  # an interrupt too: files that are not begun are left
             stop.set()
             raise

@@ -23,6 +23,9 @@ class PrepareConfig(Section):
     keep_layers: int | None = Field(
         default=None, ge=1, description="Keep only the first layers: a smoke test's model. None keeps all."
     )
+    keep_mtp: bool = Field(
+        default=False, description="Keep the layers of multi-token prediction when layers are pruned."
+    )
     quantisation: Quantisation = Field(
         default="none",
         description="Format of the engine's checkpoint, as rollout.quantisation; none: it loads the trainer's.",

@@ -155,6 +155,15 @@ def _plan(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> _
     )
 
 
+Unit = _Unit
+
+
+def units_of(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> list[Unit]:
+    """What becomes what on the way to ``naming``, row by row of the table: for who re-lays tensors a part at a time.
+    Raises NameMapError listing every name that has no place."""
+    return _units(model_type, tensors, naming)
+
+
 def _units(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> list[_Unit]:
     """A manifest's tensors by row and placeholders. Raises NameMapError listing every name that has no place."""
     rows = table_of(model_type)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -117,15 +117,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _differences(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+def read_metadata(path: Path) -> Metadata:
+    """The ``.metadata`` of a DCP folder, built from the classes that DCP writes for plain tensors and no other. Raises
+    TrainerStateError if there is none, or if it names anything else."""
     if not (path / ".metadata").is_file():
         raise TrainerStateError(f"checkpoint {path} is not complete: it has no .metadata file")
     with (path / ".metadata").open("rb") as file:
         try:
-            _MetadataUnpickler(file).load()
+            return _MetadataUnpickler(file).load()
         except TrainerStateError as error:
             raise TrainerStateError(f"checkpoint {path} is refused: {error}") from None
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def _differences(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    stored = read_metadata(path).state_dict_metadata
     problems = [f"missing in the checkpoint: {key}" for key in sorted(tensors.keys() - stored.keys())]
     problems += [f"unknown to this trainer: {key}" for key in sorted(stored.keys() - tensors.keys())]
     for key in sorted(stored.keys() & tensors.keys()):
