@@ -70,7 +70,7 @@ def scan_checkpoint(folder: Path) -> Scan:
     index = _index(files, scan.problems)
     weight_map = _weight_map(index, scan.problems)
     named = files.weights.keys() if index is None else set(weight_map.values())
-    headers = {name: read_header(path, scan.problems) for name, path in files.weights.items() if name in named}
+    headers = {name: read_header(name, path, scan.problems) for name, path in files.weights.items() if name in named}
     _merge(headers, scan)
     if index is not None:
         _compare(weight_map, headers, files, scan.problems)
@@ -113,7 +113,7 @@ def _weight_map(index: Mapping[str, Any] | None, problems: list[Problem]) -> dic
         if isinstance(file, str) and _is_plain(file):
             result[name] = file
         else:
-            text = f"{shown(name)} → {shown(file)}: must be a .safetensors file directly in the folder"
+            text = f"{shown(name)} in {shown(file)}: must be a .safetensors file directly in the folder"
             problems.append(Problem("index names a file outside the folder", text))
     return result
 
@@ -123,8 +123,9 @@ def _is_plain(file: str) -> bool:
     return file.endswith(".safetensors") and file.isprintable() and os.path.basename(file) == file and "\\" not in file
 
 
-def read_header(path: Path, problems: list[Problem]) -> dict[str, TensorEntry]:
-    """The entries of one file whose own header is sound; everything else becomes a problem."""
+def read_header(name: str, path: Path, problems: list[Problem]) -> dict[str, TensorEntry]:
+    """The entries of one file whose own header is sound; everything else becomes a problem. ``name``: what the folder
+    calls it, ``path``: where it lies."""
     found: list[Problem] = []
     entries: dict[str, TensorEntry] = {}
     try:
@@ -140,15 +141,15 @@ def read_header(path: Path, problems: list[Problem]) -> dict[str, TensorEntry]:
             raise JsonError("the header is no JSON object")
         header = parse_object(data)
     except (JsonError, OSError) as error:
-        problems.append(Problem("header is refused", f"{shown(path.name)}: {error}"))
+        problems.append(Problem("header is refused", f"{shown(name)}: {error}"))
         return {}
-    _check_metadata(path.name, header.pop("__metadata__", {}), found)
-    for name, fields in header.items():
-        entry = _entry(path.name, name, fields, 8 + length, size, found)
+    _check_metadata(name, header.pop("__metadata__", {}), found)
+    for tensor, fields in header.items():
+        entry = _entry(name, tensor, fields, 8 + length, size, found)
         if entry is not None:
-            entries[name] = entry
+            entries[tensor] = entry
     if not found:
-        _check_coverage(path.name, entries, 8 + length, size, found)
+        _check_coverage(name, entries, 8 + length, size, found)
     problems += found
     return entries
 

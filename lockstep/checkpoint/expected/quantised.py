@@ -92,15 +92,16 @@ def read_scheme(
     if method != "fp8":
         section.refuse("quant_method", f"{shown(method)} is not known here; fp8 in blocks is")
         return Scheme(model_dtype=model_dtype)
-    if fmt not in _CODES:
+    if not isinstance(fmt, str) or fmt not in _CODES:
         section.refuse("fmt", f"{shown(fmt)} is none of {', '.join(_CODES)}")
+        fmt = "e4m3"
     suffix = _scale_suffix(expected, tensors)
     experts = _experts_form(read, section, expected, tensors)
     scheme = Scheme(
         linears="fp8",
         experts=experts,
         model_dtype=model_dtype,
-        code_dtype=_CODES.get(fmt, "F8_E4M3") if isinstance(fmt, str) else "F8_E4M3",
+        code_dtype=_CODES[fmt],
         block=_block(section),
         scale_suffix=suffix,
         excluded=_names(section, "modules_to_not_convert") + _names(section, "ignored_layers"),
@@ -126,7 +127,7 @@ def _model_dtype(read: Reader, expected: Mapping[str, Expected], tensors: Mappin
             stated = place.get(key)
             if stated is None:
                 continue
-            if stated in _MODEL_DTYPES:
+            if isinstance(stated, str) and stated in _MODEL_DTYPES:
                 return _MODEL_DTYPES[stated]
             read.refuse(key, f"{shown(stated)} is none of {', '.join(_MODEL_DTYPES)}")
     return _first_dtype(expected, tensors, tuple(_MODEL_DTYPES.values()))
