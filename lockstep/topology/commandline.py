@@ -1,0 +1,302 @@
+"""Launch commands of other projects as jobs: Megatron, miles and slime, verl, vLLM, SGLang.
+
+    run.sh ──► shell_script.follow ──► launch_programs.find_program ──► launch_options (flags_*.py)
+                 (nothing is run)        torchrun, ray job submit, …          │
+                                                                              ▼
+               findings ◄── launch_rules (inert, contradictory)  ◄── launch_models + launch_jobs ──► Job
+
+What can't be known without running the script is a finding with its line and the way to state it; the job is built
+without it. `lockstep.driver.launch_commands` adds the verdict of the layout rules, the planner and the ledger.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lockstep.config.errors import ConfigError, Violation
+from lockstep.topology import flags_megatron, flags_miles, flags_sglang, flags_verl, flags_vllm
+from lockstep.topology.launch_jobs import Cluster, build_job, defaults_of
+from lockstep.topology.launch_models import KnownModel, catalogue_name, identify
+from lockstep.topology.launch_options import Option, Options, read_flags, read_overrides
+from lockstep.topology.launch_programs import MARKER, Program, find_program
+from lockstep.topology.launch_rules import ENGINE_VARIABLES, command_findings, environment_findings
+from lockstep.topology.records import Finding, Hardware, Job
+from lockstep.topology.shell_script import Script, follow
+from lockstep.topology.shell_syntax import ShellError
+from lockstep.topology.shell_values import Unknown, Value
+
+PROCESSES = ("trainer", "engine")
+_ROWS = {
+    "megatron": flags_megatron.TRAINER,
+    "miles": flags_miles.TRAIN,
+    "vllm": flags_vllm.SERVER,
+    "sglang": flags_sglang.SERVER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch command that was read.
+
+    ``job`` is None where its numbers make none; ``model_known`` False: only rules that read nothing of the model may
+    judge it. ``environment`` is what the script gives to each process; ``unread`` flags that exist but say nothing of
+    layout or memory; ``findings`` what is wrong with the command itself; ``assumptions`` what was filled in.
+    """
+
+    project: str
+    program: str
+    line: int
+    job: Job | None
+    model_known: bool
+    model_origin: str
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Mapping[str, str]]
+    unread: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a script does not hold: the user's values for variables and flags, devices, and a way to read files beside
+    it (a sourced script's text by path, a checkpoint's config.json by folder); by default nothing is read."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    nodes: int | None = None
+    script: str | None = None
+    directory: str | None = None
+    load: Callable[[str], str | None] | None = None
+    read_config: Callable[[str], Mapping[str, Any] | None] | None = None
+
+
+def read_launch(text: str, surroundings: Surroundings | None = None) -> Launch:
+    """The first trainer that a script starts, or its first engine. Raises ConfigError as `read_launches`."""
+    launches = read_launches(text, surroundings)
+    return next((launch for launch in launches if launch.project not in ("vllm", "sglang")), launches[0])
+
+
+def read_launches(text: str, surroundings: Surroundings | None = None) -> tuple[Launch, ...]:
+    """Every trainer and engine that a script starts, in order.
+
+    Raises ConfigError where the text can't be read as a shell script (with the line), is beyond the reader's bounds,
+    or starts none of the programs that are known here.
+    """
+    around = surroundings or Surroundings()
+    name = around.script or "the script"
+    variables = {key: value for key, value in around.variables.items() if re.fullmatch(r"\w+", key)}
+    try:
+        script = follow(
+            text, given=variables, marker=MARKER, load=around.load, script=around.script, directory=around.directory
+        )
+    except ShellError as error:
+        way_out = "bash -n finds errors of syntax; a script beyond the bounds has to be cut to its launch command"
+        raise ConfigError(name, [Violation(f"{name}:{error.line}", str(error), way_out)]) from None
+    programs = [program for invocation in script.invocations if (program := find_program(invocation))]
+    if not programs:
+        raise ConfigError(name, [_nothing_found(name, script)])
+    schedule = _scheduler_options(text)
+    return tuple(_read(program, script, schedule, around) for program in _distinct(programs))
+
+
+def _nothing_found(name: str, script: Script) -> Violation:
+    sourced = "".join(f"; line {line} sources {path}, which is not here" for path, line in script.missing[:3])
+    return Violation(
+        name,
+        f"no launch command was found among {len(script.invocations)} commands{sourced}",
+        "a script is read for torchrun pretrain_*.py (Megatron), train.py with rollout flags (miles, slime), "
+        "python -m verl.trainer.main_ppo, vllm serve and python -m sglang.launch_server",
+    )
+
+
+def _distinct(programs: Sequence[Program]) -> list[Program]:
+    """Programs without repetitions: a loop over hosts starts the same one again and again."""
+    seen: dict[tuple[str, int, str], Program] = {}
+    for program in programs:
+        key = (program.name, program.line, " ".join(value.text for value in program.arguments))
+        seen.setdefault(key, program)
+    return list(seen.values())[:16]
+
+
+def _scheduler_options(text: str) -> dict[str, Value]:
+    """Options of ``#SBATCH`` lines."""
+    found: dict[str, Value] = {}
+    short = {"N": "nodes", "G": "gpus"}
+    for match in re.finditer(r"^#SBATCH\s+(?:--([\w-]+)[= ](\S+)|-([NG])\s*(\S+))", text[: 1 << 16], re.MULTILINE):
+        name = match.group(1) or short[match.group(3)]
+        found[name] = Value((match.group(2) or match.group(4),))
+        if name == "gres" and (count := re.search(r"gpu(?::\w+)?:(\d+)$", match.group(2))):
+            found["gpus-per-node"] = Value((count.group(1),))
+    return found
+
+
+def _read(program: Program, script: Script, schedule: Mapping[str, Value], around: Surroundings) -> Launch:
+    program = replace(program, wrapper={**schedule, **program.wrapper})
+    options = _options(program, around.variables)
+    findings = [*_unsettled(options, script), *options.findings, *_detached(script)]
+    settings = {**defaults_of(program), **options.settings}
+    if program.project == "verl":
+        _verl_config(settings, options)
+    model, problem = _model(options, settings, script, around)
+    findings += list(problem)
+    environment, unclear = _environment(program, options)
+    findings += unclear
+    job: Job | None = None
+    assumptions: tuple[str, ...] = model.assumptions if model else ()
+    try:
+        built = build_job(program, settings, model, Cluster(around.hardware, around.nodes), environment)
+        job, assumptions = built.job, (*assumptions, *built.assumptions)
+    except (ValueError, ZeroDivisionError, TypeError) as error:
+        findings.append(Finding("no-job", "error", f"the command's numbers make no job: {error}"))
+    findings += command_findings(program, options, settings, job)
+    findings += _exports(program, script)
+    return Launch(
+        project=program.project,
+        program=program.name,
+        line=program.line,
+        job=job,
+        model_known=model is not None,
+        model_origin=model.origin if model else "",
+        settings=settings,
+        environment=environment,
+        unread=tuple(options.unread),
+        findings=tuple(findings),
+        assumptions=assumptions,
+    )
+
+
+def _options(program: Program, given: Mapping[str, str]) -> Options:
+    if program.project == "verl":
+        return read_overrides(program.arguments, flags_verl.KEYS, given)
+    words = list(program.arguments)
+    rows = _ROWS[program.project]
+    options = read_flags(words, rows, program.project, given, underscores=program.project == "vllm")
+    if program.project == "vllm" and options.positional and "launch.model" not in options.settings:
+        name = options.positional[0]
+        options.settings["launch.model"] = name.text
+    return options
+
+
+def _verl_config(settings: dict[str, Any], options: Options) -> None:
+    """``--config-name=ppo_megatron_trainer`` chooses Megatron."""
+    named = options.by_flag.get("--config-name")
+    text = named.values[0].text if named and named.values else ""
+    if "megatron" in text:
+        settings.setdefault("train.backend", "megatron")
+
+
+def _unsettled(options: Options, script: Script) -> list[Finding]:
+    """What is not known statically, with the way to state it."""
+    found: list[Finding] = []
+    for option in options.unsettled.values():
+        if option.flag in ("--hf-checkpoint", "--model-path", "--model", "actor_rollout_ref.model.path"):
+            options.settings.setdefault("launch.model", option.values[0].text)
+        unknown = next(piece for value in option.values for piece in value.unknowns)
+        reason = f" ({unknown.reason})" if unknown.reason else ""
+        message = f"line {option.line}: {option.text[:200]}: not known{reason}"
+        found.append(Finding("not-known", "warning", message, f"give --set-variable {_statement(unknown, option)}"))
+    for unknown in options.opaque:
+        source = next((path for path, _ in script.missing), None)
+        sourced = f"; it may come from {source}, which is not here" if source else ""
+        reason = f"{unknown.reason}{sourced}" if unknown.reason else "only a running shell knows it"
+        message = f"line {unknown.line}: {unknown.source}: any number of options that are not known ({reason})"
+        repair = f"give --set-variable '{unknown.variable}=…'" if unknown.variable else "write the options out"
+        found.append(Finding("not-known", "warning", message, repair))
+    return found
+
+
+def _statement(unknown: Unknown, option: Option) -> str:
+    return f"{unknown.variable}=…" if unknown.variable else f"'{option.flag}=…'"
+
+
+def _detached(script: Script) -> list[Finding]:
+    return [
+        Finding(
+            "flags-detached",
+            "error",
+            f"line {line}: {text[:120]} begins a command of its own: the one above ended before it, so that it never "
+            "gets these options",
+            "end every line of the command with \\, and put no comment or empty line between them",
+            "POSIX Shell Command Language 2.3: a comment goes to the end of its line, backslash included",
+        )
+        for line, text in script.detached
+    ]
+
+
+def _model(
+    options: Options, settings: dict[str, Any], script: Script, around: Surroundings
+) -> tuple[KnownModel | None, tuple[Finding, ...]]:
+    sizes = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
+    path = str(settings.get("launch.model", ""))
+    try:
+        model = identify(path, sizes, settings, around.read_config) or _hinted(options, sizes, settings, script)
+    except ConfigError as error:
+        problems = "; ".join(violation.message for violation in error.violations)
+        finding = Finding("model-unknown", "warning", f"{path[:120]}/config.json is not read: {problems}")
+        return None, (finding,)
+    if model is not None:
+        return model, model.findings
+    named = f"{path[:120]!r} is no model of the catalogue" if path else "the command names no checkpoint"
+    sized = "" if sizes else " and gives no sizes"
+    repair = "state the folder of a checkpoint with its config.json, or Megatron's --num-layers, --hidden-size, …"
+    message = f"{named}{sized}: rules that need the model, and memory, are not judged"
+    return None, (Finding("model-unknown", "warning", message, repair),)
+
+
+def _hinted(
+    options: Options, sizes: Mapping[str, Any], settings: Mapping[str, Any], script: Script
+) -> KnownModel | None:
+    """The model by the name of a sourced file of sizes, or of one that a command would have printed."""
+    hints = [path for path, _ in script.missing]
+    hints += [name for unknown in options.opaque for name in re.findall(r"[\w.-]+", unknown.source)[:40]]
+    for hint in hints:
+        if (name := catalogue_name(hint)) is not None:
+            return identify(name, sizes, settings, None)
+    return None
+
+
+def _environment(program: Program, options: Options) -> tuple[dict[str, dict[str, str]], list[Finding]]:
+    """Known variables by process; a note for those that are not."""
+    processes = {"megatron": ("trainer",), "vllm": ("engine",), "sglang": ("engine",)}.get(program.project, PROCESSES)
+    known = {name: value.known for name, value in program.environment.items() if value.known is not None}
+    findings = [
+        Finding("not-known", "note", f"{name}={value.text[:80]}: the variable's value is not known")
+        for name, value in program.environment.items()
+        if value.known is None and ENGINE_VARIABLES.match(name)
+    ]
+    findings += [Finding("not-known", "warning", f"line {program.line}: {problem}") for problem in program.problems]
+    environment = {process: {k: v for k, v in known.items() if v is not None} for process in processes}
+    if program.project == "verl":
+        for flag, option in options.by_flag.items():
+            match = re.search(r"runtime_env\.env_vars\.(\w+)$", flag)
+            if match and option.values and option.values[0].known is not None:
+                for process in processes:
+                    environment[process][match.group(1)] = option.values[0].known
+    if isinstance(extra := options.settings.get("launch.train_environment"), str):
+        environment["trainer"] |= _train_variables(extra)
+    return environment, findings
+
+
+def _train_variables(text: str) -> dict[str, str]:
+    """``--train-env-vars``: a JSON object for the trainer alone (miles/utils/arguments.py)."""
+    import json
+
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _exports(program: Program, script: Script) -> list[Finding]:
+    own = next((i for i in script.invocations if i.line == program.line), None)
+    if own is None:
+        return []
+    exported = {name: value.text for name, value in own.environment.items()}
+    starts = [i for i in script.invocations if [word.known for word in i.words[:2]] == ["ray", "start"]]
+    seen = {name for start in starts for name in start.environment}
+    lost = {name: text for name, text in exported.items() if name not in seen}
+    return environment_findings(program, lost, reaches_workers=False)

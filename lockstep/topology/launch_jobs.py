@@ -1,0 +1,239 @@
+"""From the settings that a launch command states to a job: each project's defaults and its way to count devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.topology.flags_verl import DEFAULTS
+from lockstep.topology.launch_models import KnownModel, unknown_shape
+from lockstep.topology.launch_programs import Program
+from lockstep.topology.records import (
+    Batch,
+    EngineLayout,
+    Hardware,
+    Job,
+    MegatronSwitches,
+    TrainLayout,
+    TrainMemory,
+)
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices that the user states beside the script."""
+
+    hardware: Hardware | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A job with what was assumed to make it."""
+
+    job: Job
+    assumptions: tuple[str, ...]
+
+
+def part(settings: Mapping[str, Any], prefix: str, record: type) -> dict[str, Any]:
+    """The settings of one record: those under ``prefix.`` that it has a field for."""
+    names = {item.name for item in fields(record)}
+    found = {key.removeprefix(f"{prefix}."): value for key, value in settings.items() if key.startswith(f"{prefix}.")}
+    return {name: value for name, value in found.items() if name in names}
+
+
+def build_job(
+    program: Program,
+    settings: Settings,
+    model: KnownModel | None,
+    cluster: Cluster,
+    environment: Mapping[str, Mapping[str, str]],
+) -> Built:
+    """The job of a launch. Raises ValueError where its numbers make none (no device at all)."""
+    assumptions: list[str] = []
+    shape = model.shape if model else unknown_shape(settings.get("train.ep", 1) if _routes(settings) else 0)
+    hardware = cluster.hardware or _hardware_of(environment)
+    engine_only = program.project in ("vllm", "sglang")
+    engine = _engine(program, settings, model)
+    job = Job(
+        name=f"{program.name}, line {program.line}",
+        model=shape,
+        hardware=hardware,
+        train=None if engine_only else _layout(program, settings),
+        memory=_memory(program, settings),
+        engine=engine,
+        batch=_batch(program, settings, assumptions),
+        environment=environment,
+        **_options(program, settings),
+    )
+    return Built(_placed(job, program, settings, cluster, assumptions), tuple(assumptions))
+
+
+def _routes(settings: Mapping[str, Any]) -> bool:
+    return settings.get("train.ep", 1) > 1 or settings.get("model.num_experts", 0) > 0
+
+
+def _hardware_of(environment: Mapping[str, Mapping[str, str]]) -> Hardware:
+    names = {name for table in environment.values() for name in table}
+    amd = any(name.startswith(("HIP_", "ROCR_", "HSA_", "RCCL_", "AITER_")) for name in names)
+    return Hardware(name="hardware that is not stated", vendor="amd" if amd else "nvidia")
+
+
+def _layout(program: Program, settings: Settings) -> TrainLayout:
+    values = part(settings, "train", TrainLayout)
+    switches = part(settings, "train.switches", MegatronSwitches)
+    defaults: dict[str, Any] = {"backend": "megatron"}
+    if program.project == "verl":
+        defaults = {"backend": "fsdp", "sequence_parallel": True}
+        switches.setdefault("implementation", "verl")
+    elif program.project == "miles":
+        switches.setdefault("implementation", "miles")
+    else:
+        switches.setdefault("implementation", "upstream")
+    values = {**defaults, **values}
+    if program.project == "verl" and values.get("tp", 1) == 1:
+        values["sequence_parallel"] = False  # verl turns it off itself where tp is 1
+    if values["backend"] == "fsdp":
+        keep = ("backend", "replicate", "vocab_divisor")
+        return TrainLayout(**{name: value for name, value in values.items() if name in keep})
+    if program.project == "megatron":
+        switches.setdefault("moe_linear_bias", True)  # Megatron's own default, off by --disable-bias-linear
+    layout = TrainLayout(**values, switches=MegatronSwitches(**switches))
+    if layout.moe_dispatcher is None and program.project == "megatron":
+        layout = replace(layout, moe_dispatcher="allgather")  # TransformerConfig.moe_token_dispatcher_type
+    return layout
+
+
+def _memory(program: Program, settings: Settings) -> TrainMemory:
+    values = part(settings, "memory", TrainMemory)
+    if program.project == "megatron":
+        values.setdefault("distributed_optimizer", False)
+        values.setdefault("weight_dtype", "fp32")
+    if settings.get("launch.fp8_format"):
+        values.setdefault("fp8", settings.get("launch.fp8_recipe", "delayed"))
+    if values.get("precision_aware_optimizer") and "launch.main_grads" in settings:
+        values.setdefault("grad_dtype", settings["launch.main_grads"])
+    if settings.get("launch.optimizer_offload"):
+        values["optimizer_offload_fraction"] = settings.get("launch.optimizer_offload_fraction", 1.0)
+    if program.project == "miles" and settings.get("job.colocated"):
+        values.setdefault("offload_weights", True)
+    return TrainMemory(**values)
+
+
+def _engine(program: Program, settings: Settings, model: KnownModel | None) -> EngineLayout | None:
+    if program.project == "megatron" or settings.get("launch.train_only"):
+        return None
+    values = part(settings, "engine", EngineLayout)
+    names = {"vllm": "vllm", "sglang": "sglang", "miles": "sglang"}
+    values.setdefault("engine", names.get(program.project, "vllm"))
+    if model and model.quantised:
+        values.setdefault("quantisation", "fp8")
+    pp, dp = values.get("pp", 1), values.get("dp", 1)
+    if program.project == "miles":
+        values["tp"] = max(1, values.get("gpus_per_engine", 1) // max(1, pp))
+        return EngineLayout(**values)
+    tp = values.get("tp", 1)
+    if values["engine"] == "vllm":
+        ranks = tp * values.get("prefill_cp", 1) * dp
+        if settings.get("launch.expert_parallel"):
+            values["ep"] = ranks
+        values["gpus_per_engine"] = ranks * pp
+    else:
+        values["gpus_per_engine"] = tp * pp * (1 if values.get("dp_attention") else dp)
+    return EngineLayout(**values)
+
+
+def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batch | None:
+    values = part(settings, "batch", Batch)
+    if program.project == "megatron":
+        if values.get("global_batch") is None:
+            return None
+        if "num_prompts" not in values:
+            # Pre-training has no prompts: one optimizer step takes the global batch, each sample its own group.
+            values |= {"num_prompts": values["global_batch"], "group_size": 1, "packing": False}
+        values.setdefault("response_tokens", settings.get("launch.sequence"))
+    if "num_prompts" not in values:
+        return None
+    values.setdefault("group_size", 1)
+    samples = values["num_prompts"] * values["group_size"]
+    if program.project == "verl":
+        values["global_batch"] = settings["launch.mini_batch_prompts"] * values["group_size"]
+        if not settings.get("launch.dynamic_batch"):
+            values.pop("max_tokens_per_gpu", None)
+    if program.project == "miles" and not settings.get("launch.dynamic_batch"):
+        values.pop("max_tokens_per_gpu", None)
+        values.setdefault("micro_batch", 1)
+    if values.get("max_tokens_per_gpu") is not None:
+        values.pop("micro_batch", None)
+    global_batch = values.get("global_batch")
+    if global_batch and "optimizer_steps" not in values:
+        values["optimizer_steps"] = max(1, samples // global_batch)
+    return Batch(**values)
+
+
+def _options(program: Program, settings: Settings) -> dict[str, Any]:
+    names = ("fully_async", "max_staleness", "partial_rollout", "pause_mode", "routing_replay", "indexer_replay")
+    options = {name: settings[f"job.{name}"] for name in names if f"job.{name}" in settings}
+    if "job.refit_bucket_bytes" in settings:
+        options["refit_bucket_bytes"] = settings["job.refit_bucket_bytes"]
+    elif "launch.bucket_megabytes" in settings and program.project == "verl":
+        options["refit_bucket_bytes"] = settings["launch.bucket_megabytes"] << 20
+    return options
+
+
+def _placed(job: Job, program: Program, settings: Settings, cluster: Cluster, assumptions: list[str]) -> Job:
+    """The job with its devices."""
+    if program.project == "miles":
+        placed = _placed_miles(job, settings, cluster)
+    elif program.project == "megatron":
+        placed = _placed_torchrun(job, program, cluster, assumptions)
+    elif program.project == "verl":
+        nodes = cluster.nodes or settings["job.nodes"]
+        placed = replace(job, nodes=nodes, gpus_per_node=settings["job.gpus_per_node"])
+    else:
+        engine = job.engine
+        devices = engine.gpus_per_engine if engine else 1
+        per_node = job.hardware.gpus_per_node
+        nodes = cluster.nodes or settings.get("job.nodes") or max(1, -(-devices // per_node))
+        placed = replace(job, nodes=nodes, gpus_per_node=max(1, devices // nodes))
+    train = placed.train
+    size = settings.get("launch.fsdp_size", -1)
+    if train is not None and train.backend == "fsdp" and size > 0 and placed.train_world % size == 0:
+        placed = replace(placed, train=replace(train, replicate=placed.train_world // size))
+    return placed
+
+
+def _placed_miles(job: Job, settings: Settings, cluster: Cluster) -> Job:
+    per_node = settings.get("launch.actor_gpus_per_node", 8)
+    nodes = cluster.nodes or settings.get("launch.actor_nodes", 1)
+    if settings.get("job.colocated") or settings.get("launch.train_only"):
+        return replace(job, nodes=nodes, gpus_per_node=per_node)
+    rollout = settings.get("launch.rollout_gpus") or 0
+    total = nodes * per_node + rollout
+    if rollout and total % per_node == 0:
+        return replace(job, nodes=total // per_node, gpus_per_node=per_node, colocated=False, rollout_gpus=rollout)
+    return replace(job, nodes=1, gpus_per_node=total, colocated=False, rollout_gpus=rollout)
+
+
+def _placed_torchrun(job: Job, program: Program, cluster: Cluster, assumptions: list[str]) -> Job:
+    wrapper = {name: value.known for name, value in program.wrapper.items()}
+    known = {name: int(text) for name, text in wrapper.items() if text and text.isdigit() and len(text) < 7}
+    per_node = next((known[n] for n in ("nproc-per-node", "gpus-per-node", "ntasks-per-node") if n in known), None)
+    nodes = cluster.nodes or next((known[n] for n in ("nnodes", "nodes") if n in known), None)
+    if per_node is None and "world-size" in known:
+        per_node, nodes = known["world-size"], 1
+    if per_node is None:
+        per_node = job.hardware.gpus_per_node
+        assumptions.append(f"GPUs per node are not known: {per_node} assumed")
+    if nodes is None:
+        nodes = 1
+        assumptions.append("the number of nodes is not known: 1 assumed (--nodes states it)")
+    return replace(job, nodes=nodes, gpus_per_node=per_node)
+
+
+def defaults_of(program: Program) -> Settings:
+    """Settings that a project has where its command leaves them out."""
+    return dict(DEFAULTS) if program.project == "verl" else {}

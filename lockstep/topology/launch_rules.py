@@ -1,0 +1,220 @@
+"""Options of a launch command that have no effect or contradict each other, and variables that never reach a process.
+
+The layout rules judge the job; these judge the command: what its program would silently drop, override or never see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.topology.launch_options import Options
+from lockstep.topology.launch_programs import Program, Project
+from lockstep.topology.records import Finding, Job
+
+_ARGUMENTS = "Megatron-LM megatron/training/arguments.py: validate_args"
+_MILES = "miles miles/utils/arguments.py"
+ENGINE_VARIABLES = re.compile(
+    r"(NCCL|RCCL|CUDA|HIP|HSA|ROCR|NVTE|SGLANG|SGL|VLLM|AITER|TORCH|PYTORCH|MEGATRON|NVSHMEM|UCX|GLOO|TRITON|FLASHINFER)_"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a rule of this file sees: the options as given, and the job where there is one."""
+
+    options: Options
+    settings: Mapping[str, Any]
+    job: Job | None
+
+    def given(self, flag: str) -> bool:
+        """Whether the command has this flag."""
+        return flag in self.options.by_flag
+
+    def line(self, flag: str) -> int:
+        """The line of a flag."""
+        return self.options.by_flag[flag].line
+
+
+@dataclass(frozen=True, slots=True)
+class Inert:
+    """A flag without effect. ``when`` holds where it has none; ``because`` and ``repair`` are told to the user."""
+
+    flags: tuple[str, ...]
+    projects: tuple[Project, ...]
+    when: Callable[[Context], bool]
+    because: str
+    repair: str
+    source: str
+
+
+def _setting(name: str) -> Callable[[Context], bool]:
+    return lambda context: bool(context.settings.get(name))
+
+
+def _without(name: str) -> Callable[[Context], bool]:
+    return lambda context: not context.settings.get(name)
+
+
+def _dense(context: Context) -> bool:
+    job = context.job
+    return job is not None and job.model.model_type != "" and not job.model.is_moe
+
+
+_TRAINERS: tuple[Project, ...] = ("megatron", "miles")
+_V = "actor_rollout_ref.actor."
+
+INERT: tuple[Inert, ...] = (
+    Inert(
+        ("--optimizer-offload-fraction", "--overlap-cpu-optimizer-d2h-h2d"),
+        _TRAINERS,
+        _without("launch.optimizer_offload"),
+        "the optimizer is not offloaded without --optimizer-cpu-offload",
+        "add --optimizer-cpu-offload --use-precision-aware-optimizer",
+        "Megatron-LM megatron/core/optimizer/__init__.py: get_megatron_optimizer",
+    ),
+    Inert(
+        ("--fp8-recipe", "--fp8-param-gather"),
+        _TRAINERS,
+        _without("launch.fp8_format"),
+        "training is not in fp8 without --fp8-format",
+        "add --fp8-format e4m3",
+        "Megatron-LM megatron/core/fp8_utils.py: get_fp8_context",
+    ),
+    Inert(
+        ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"),
+        _TRAINERS,
+        lambda context: context.settings.get("train.moe_dispatcher") != "flex",
+        "only the flex dispatcher has back ends",
+        "add --moe-token-dispatcher-type flex",
+        "Megatron-LM megatron/core/transformer/moe/token_dispatcher.py: MoEFlexTokenDispatcher",
+    ),
+    Inert(
+        ("--rollout-num-gpus",),
+        ("miles",),
+        _setting("job.colocated"),
+        "with --colocate the engines have the trainer's GPUs",
+        "drop --rollout-num-gpus, or --colocate",
+        f"{_MILES}: --rollout-num-gpus",
+    ),
+    Inert(
+        ("--sglang-tp-size", "--sglang-tensor-parallel-size"),
+        ("miles",),
+        lambda context: True,
+        "it is overwritten by --rollout-num-gpus-per-engine",
+        "set --rollout-num-gpus-per-engine",
+        "miles miles/backends/sglang_utils/arguments.py: validate_args",
+    ),
+    Inert(
+        ("--max-tokens-per-gpu",),
+        ("miles",),
+        _without("launch.dynamic_batch"),
+        "micro-batches have a fixed number of samples without --use-dynamic-batch-size",
+        "add --use-dynamic-batch-size",
+        f"{_MILES}: --max-tokens-per-gpu",
+    ),
+    Inert(
+        ("--micro-batch-size",),
+        ("miles",),
+        _setting("launch.dynamic_batch"),
+        "--use-dynamic-batch-size packs by --max-tokens-per-gpu",
+        "drop --micro-batch-size",
+        f"{_MILES}: --use-dynamic-batch-size",
+    ),
+    Inert(
+        ("--sglang-deepep-mode",),
+        ("miles",),
+        lambda context: context.settings.get("engine.moe_a2a") not in ("deepep", "mooncake", "nixl"),
+        "no expert all-to-all that has modes is chosen",
+        "add --sglang-moe-a2a-backend deepep",
+        "SGLang python/sglang/srt/layers/moe/utils.py: initialize_moe_config",
+    ),
+    Inert(
+        ("--deepep-mode",),
+        ("sglang",),
+        lambda context: context.settings.get("engine.moe_a2a") not in ("deepep", "mooncake", "nixl"),
+        "no expert all-to-all that has modes is chosen",
+        "add --moe-a2a-backend deepep",
+        "SGLang python/sglang/srt/layers/moe/utils.py: initialize_moe_config",
+    ),
+    Inert(
+        ("--enable-expert-parallel",),
+        ("vllm",),
+        _dense,
+        "the model has no experts",
+        "drop --enable-expert-parallel",
+        "vLLM vllm/config/parallel.py: ParallelConfig.enable_expert_parallel",
+    ),
+    Inert(
+        (f"{_V}ppo_micro_batch_size_per_gpu",),
+        ("verl",),
+        _setting("launch.dynamic_batch"),
+        "use_dynamic_bsz packs by ppo_max_token_len_per_gpu",
+        f"drop it, or set {_V}use_dynamic_bsz=False",
+        "verl verl/workers/actor: prepare_dynamic_batch",
+    ),
+    Inert(
+        (f"{_V}ppo_max_token_len_per_gpu",),
+        ("verl",),
+        _without("launch.dynamic_batch"),
+        "it is read with use_dynamic_bsz only",
+        f"set {_V}use_dynamic_bsz=True",
+        "verl verl/workers/actor: prepare_dynamic_batch",
+    ),
+)
+
+
+def command_findings(program: Program, options: Options, settings: Mapping[str, Any], job: Job | None) -> list[Finding]:
+    """Every inert or contradictory option of a command."""
+    context = Context(options, settings, job)
+    found = [finding for inert in INERT if program.project in inert.projects for finding in _inert(inert, context)]
+    if program.project == "verl":
+        found += _other_strategy(context)
+    return found
+
+
+def _inert(inert: Inert, context: Context) -> Iterator[Finding]:
+    for flag in inert.flags:
+        if context.given(flag) and inert.when(context):
+            message = f"line {context.line(flag)}: {context.options.by_flag[flag].text} has no effect: {inert.because}"
+            yield Finding("flag-inert", "warning", message, inert.repair, inert.source)
+
+
+def _other_strategy(context: Context) -> Iterator[Finding]:
+    """verl: keys of the back end that ``strategy`` does not choose."""
+    chosen = context.settings.get("train.backend", "fsdp")
+    other = "actor_rollout_ref.actor.megatron." if chosen == "fsdp" else "actor_rollout_ref.actor.fsdp_config."
+    strays = [option for flag, option in context.options.by_flag.items() if flag.startswith(other)]
+    if strays:
+        names = ", ".join(option.flag.removeprefix(other) for option in strays[:6])
+        more = f" and {len(strays) - 6} more" if len(strays) > 6 else ""
+        message = f"line {strays[0].line}: {other}{{{names}{more}}} have no effect: the actor's strategy is {chosen}"
+        wanted = "megatron" if chosen == "fsdp" else "fsdp"
+        repair = f"set actor_rollout_ref.actor.strategy={wanted} (--config-name=ppo_megatron_trainer has it)"
+        yield Finding(
+            "flag-inert", "warning", message, repair if wanted == "megatron" else "drop them", "verl actor.yaml"
+        )
+
+
+def environment_findings(program: Program, exported: Mapping[str, str], reaches_workers: bool) -> list[Finding]:
+    """Variables of engines, kernels and collectives that the script exports but that its processes never get.
+
+    ``exported`` are the script's own exports; a Ray job gets what ``--runtime-env-json`` names, and what the shell of
+    ``ray start`` had (``reaches_workers``).
+    """
+    if not program.submitted or reaches_workers:
+        return []
+    passed = set(program.environment) - set(exported)
+    found: list[Finding] = []
+    for name in sorted(exported):
+        if ENGINE_VARIABLES.match(name) and name not in passed:
+            message = (
+                f"{name}={exported[name][:80]} is exported to `ray job submit` only: no process of the job gets it"
+            )
+            repair = f"name {name} in env_vars of --runtime-env-json, or export it before `ray start`"
+            found.append(
+                Finding("variable-not-passed", "warning", message, repair, "Ray: runtime environments, env_vars")
+            )
+    return found
