@@ -138,9 +138,12 @@ def train(
     Ctrl-C finishes the step, saves and says how to resume; a second one stops at once.
     """
     resolved = _load(recipe, overrides)
-    from lockstep.loop import train as run
+    from lockstep.driver.environment import launched
 
-    raise typer.Exit(run(resolved, run_dir, as_json=as_json))
+    with launched(resolved.config):  # before torch is imported, because some variables are read then
+        from lockstep.loop import train as run
+
+        raise typer.Exit(run(resolved, run_dir, as_json=as_json))
 
 
 @app.command(epilog="Example:  lockstep report runs/quickstart")
@@ -189,10 +192,11 @@ def list_recipes(as_json: JsonOption = False) -> None:
 def show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Print the resolved configuration: every key, its value and where the value came from."""
     from lockstep.config.load import dump_resolved
+    from lockstep.config.secrets import shown_config
 
     resolved = _load(recipe, overrides)
     if as_json:
-        config = resolved.config.model_dump(mode="json")
+        config = shown_config(resolved.config.model_dump(mode="json"))
         print(json.dumps({"config": config, "origins": resolved.origins}, indent=2))
     else:
         print(dump_resolved(resolved), end="")

@@ -24,9 +24,11 @@ import numpy as np
 from lockstep.config.load import ResolvedConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.console import Console, heldout_text
+from lockstep.driver.engines import engine_reads
+from lockstep.driver.environment import Launch, launched
 from lockstep.driver.evidence import keep_evidence
 from lockstep.driver.export import export_checkpoint
-from lockstep.driver.folder import TRAINER, Opened, default_run_dir, open_run, save_checkpoint
+from lockstep.driver.folder import TRAINER, Opened, default_run_dir, environment, open_run, save_checkpoint
 from lockstep.driver.groups import SampledGroups
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
 from lockstep.driver.progress import Progress
@@ -256,6 +258,12 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
     130 interrupted. Raises ConfigError, RunFolderError, TaskError and the like before anything is lost.
     """
     console = Console(as_json=as_json)
+    with launched(resolved.config) as launch:
+        return train_launched(resolved, run_dir, console, launch)
+
+
+def train_launched(resolved: ResolvedConfig, run_dir: Path | None, console: Console, launch: Launch) -> int:
+    """The same with the variables of the configuration in force."""
     config = resolved.config
     opened = open_run(resolved, run_dir or default_run_dir(config))
     with opened.folder as folder, recording(Recorder()) as recorder, stop_on_signals(console.say) as stop:
@@ -267,6 +275,7 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
         with assembled(config, console.say, warm_up=opened.checkpoint is None) as parts:
             try:
                 start(parts, opened, console)
+                file_reads(folder, launch, parts)
                 verdict = run_sync(parts, folder, progress, console, recorder, stop)
             except KeyboardInterrupt:
                 last = save_finished(parts, opened, console)
@@ -302,6 +311,12 @@ def start(parts: Parts, opened: Opened, console: Console) -> None:
         before = evaluate(parts, 0)
         folder.append_metrics({"step": 0, "time": now_iso(), "version": parts.trainer.version, **before})
         console.say(f"held-out before: {heldout_text(before)}")
+
+
+def file_reads(folder: RunFolder, launch: Launch, parts: Parts) -> None:
+    """Write the ledger again with the variables that were looked up while everything was built and first used."""
+    launch.engine_reads = engine_reads(parts.engine)
+    folder.write_environment(environment())
 
 
 def save_finished(parts: Parts, opened: Opened, console: Console) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import lockstep.config.cluster_checks
 import lockstep.config.engine_checks
+import lockstep.config.environment_checks
 import lockstep.config.gate_checks
 import lockstep.config.process_checks  # noqa: F401  the rules of all four join RULES
 from lockstep.config.algorithm_checks import RULES, inert, rule

@@ -34,6 +34,7 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.keys import describe, discriminator, nearest_keys, sections, strip_tags
 from lockstep.config.paths import escape, with_paths
 from lockstep.config.schema import PATH_KEYS, RunConfig, Section
+from lockstep.config.secrets import shown, shown_config
 from lockstep.config.toml_text import KeyPath, dotted, format_value, leaves, split_dotted, value_lines
 from lockstep.config.tree import (
     Change,
@@ -95,8 +96,8 @@ def resolve_config(config: RunConfig, origin: str) -> ResolvedConfig:
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Every leaf of a configuration under its dotted key, as plain values."""
-    plain = config.model_dump(mode="json")
+    """Every leaf of a configuration under its dotted key, as plain values; secrets are masked."""
+    plain = shown_config(config.model_dump(mode="json"))
     flat: dict[str, Any] = {}
     for path in leaves(plain):
         value: Any = plain
@@ -107,10 +108,9 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 
 def dump_resolved(resolved: ResolvedConfig) -> str:
-    """The whole configuration as TOML, the origin behind each value. Loads again to an equal ``RunConfig``.
-
-    A key that is none is a comment; where none is not its default, it is listed under ``unset``. Raises ``ValueError``
-    for a none inside a list, which TOML can't say.
+    """The whole configuration as TOML, the origin behind each value. Loads again to an equal ``RunConfig``; secrets are
+    masked. A key that is none is a comment; where none is not its default, it is listed under ``unset``. Raises
+    ``ValueError`` for a none inside a list, which TOML can't say.
     """
     config, origins = resolved.config, resolved.origins
     unset: list[str] = []
@@ -138,6 +138,7 @@ def _dump_section(section: Any, path: KeyPath, origins: dict[str, str], unset: l
         else:
             plain = section.model_dump(mode="json", include={name})[name] if is_section else value
             plain = escape(plain) if key in PATH_KEYS and isinstance(plain, str) else plain
+            plain = shown((*path, name), plain)
             values.append(f"{dotted((name,))} = {format_value(plain)}{_comment(origins.get(key))}")
     return values + tables
 
@@ -364,7 +365,7 @@ def _settings(keys: Iterable[str], tree: Tree, config: RunConfig | None) -> Iter
         path = split_dotted(key.split("[")[0])
         node = find(tree, path)
         if isinstance(node, Leaf):
-            value, origin = node.value, node.origin
+            value, origin = shown(path, node.value), node.origin
         elif node is None and config is not None and (default := _attribute(config, path)) is not _MISSING:
             value, origin = default, "default"
         else:
@@ -372,10 +373,10 @@ def _settings(keys: Iterable[str], tree: Tree, config: RunConfig | None) -> Iter
             yield f"{key}  [{places[0]}]" if places else key
             continue
         try:
-            shown = "none" if value is None else format_value(value)
+            text = "none" if value is None else format_value(value)
         except ValueError:
-            shown = repr(value)
-        yield f"{key.split('[')[0]} = {shown}  [{origin}]" + (f"  at {key}" if "[" in key else "")
+            text = repr(value)
+        yield f"{key.split('[')[0]} = {text}  [{origin}]" + (f"  at {key}" if "[" in key else "")
 
 
 def _leaves_below(tree: Tree) -> Iterator[Leaf]:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from lockstep.config.cluster_schema import ClusterConfig, MegatronConfig, TrainLayoutConfig
 from lockstep.config.engine_schema import RefitConfig, RolloutConfig, VllmConfig
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.gate_schema import BoundConfig, CorrectionConfig, GateConfig
 from lockstep.config.prepare_schema import PrepareConfig
 from lockstep.config.section import Dtype, Section
@@ -323,6 +324,7 @@ class RunConfig(Section):
         "weights (less noise in bfloat16 log-probs, slower).",
     )
     cluster: ClusterConfig = ClusterConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     model: ModelSource
     reference: ModelSource | None = Field(default=None, description="Reference of the KL; None: the initial policy.")
     teacher: ModelSource | None = Field(default=None, description="Teacher of on-policy distillation.")

@@ -39,6 +39,18 @@ def masked(name: str, value: str) -> str:
     return MASK if value and is_secret(name) else value
 
 
+def shown(path: tuple[str, ...], value: Any) -> Any:
+    """The value of a configuration's key as it may be shown: that of a variable is masked by the variable's name."""
+    return masked(path[-1], value) if path[:1] == ("environment",) and isinstance(value, str) else value
+
+
+def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole configuration as plain values, the secrets among its variables masked."""
+    section = config.get("environment", {})
+    tables = {key: masked_table(value) if isinstance(value, Mapping) else value for key, value in section.items()}
+    return {**config, "environment": tables}
+
+
 def masked_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of variables with its secrets masked."""
     return {name: masked(name, value) if isinstance(value, str) else value for name, value in table.items()}

@@ -20,6 +20,7 @@ from lockstep.model.weights import ModelWeights
 from lockstep.refit.derived import Registry
 from lockstep.refit.names import as_checkpoint
 from lockstep.refit.quantised_config import served_section
+from lockstep.rollout.remote_engine import RemoteEngine
 from lockstep.rollout.torch_engine import TorchEngine
 from lockstep.rollout.vllm_folder import write_model_folder
 from lockstep.rollout.vllm_start import VllmSettings
@@ -89,6 +90,11 @@ def derived_state() -> Registry:
     from lockstep.refit.derived_vllm import registry
 
     return registry()
+
+
+def engine_reads(engine: Engine) -> dict[str, list[str]] | None:
+    """The variables that an engine in a process of its own has looked up at its start; None where it has none."""
+    return engine.process.started["reads"] if isinstance(engine, RemoteEngine) else None
 
 
 def close_engine(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +11,7 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.load import ResolvedConfig, dump_resolved, flatten, load_run_config
 from lockstep.config.schema import RunConfig
 from lockstep.driver.assembly import Parts
+from lockstep.driver.environment import current_launch, shown_command
 from lockstep.driver.inputs import changed_inputs, fingerprints
 from lockstep.driver.progress import FILE as PROGRESS_FILE
 from lockstep.driver.progress import Progress
@@ -105,10 +105,12 @@ def no_recipe(name: str) -> RunConfig:
 
 
 def environment() -> dict[str, object]:
-    """Versions and hardware for ``environment.json``."""
+    """Versions, hardware and the ledger of variables for ``environment.json``. Holds no secret."""
     from lockstep.hardware.profile import detect
 
-    return {"command": sys.argv, "pid": os.getpid(), "profile": asdict(detect())}
+    launch = current_launch()
+    variables = {} if launch is None else {"variables": launch.as_dict()}
+    return {"command": shown_command(launch), "pid": os.getpid(), "profile": asdict(detect()), **variables}
 
 
 def save_checkpoint(folder: RunFolder, parts: Parts, progress: Progress) -> None:

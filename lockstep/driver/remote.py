@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.config.schema import RunConfig
+from lockstep.driver.environment import engine_environment
 from lockstep.refit.engine_child import start_engine
 from lockstep.rollout.remote_engine import RemoteEngine
 from lockstep.rollout.vllm_folder import write_model_folder
@@ -49,4 +50,9 @@ def start_separate_engine(
                 "head_dtype": config.head_dtype,
                 "vocab_limit": vocab_limit,
             }
-        return start_engine(settings, timeout_s=config.refit.timeout_s, python=config.rollout.python)
+        return start_engine(
+            settings,
+            timeout_s=config.refit.timeout_s,
+            python=config.rollout.python,
+            environment=engine_environment(config),
+        )

@@ -29,6 +29,9 @@ FAMILIES: Mapping[str, str] = {
     "FLASHINFER_": "flashinfer",
     "DEEPEP_": "deep_ep",
     "MORI_": "mori",
+    "HF_": "huggingface_hub",
+    "TRANSFORMERS_": "transformers",
+    **dict.fromkeys(("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_"), "cpu libraries"),
 }
 """Beginning of a name → the package that such names belong to."""
 
@@ -38,7 +41,7 @@ REPORTED = (
 )
 """Families that change what a run computes or how: a user's shell that has one is told so."""
 
-BINARIES = frozenset({"nccl", "cublas", "cuda driver", "rocm runtime"})
+BINARIES = frozenset({"nccl", "cublas", "cuda driver", "rocm runtime", "cpu libraries"})
 """Readers that are libraries: no scan of Python source sees what they read."""
 
 

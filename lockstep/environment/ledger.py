@@ -14,7 +14,7 @@ and no fault. Pure but for the scan of packages, which are never imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lockstep.config.secrets import masked
@@ -147,7 +147,9 @@ def _answers(
     for reader, theirs in by_reader.items():
         package = find(reader)
         if package is None:
-            answers |= {name: Answer("unknown", f"{reader} is not installed here{_released(name)}") for name in theirs}
+            for name in theirs:
+                released = f"; as released: {text}" if (text := _released(name)) else ""
+                answers[name] = Answer("unknown", f"{reader} is not installed here{released}")
             continue
         answers |= ask(package, theirs, platform)
     return answers
@@ -155,7 +157,9 @@ def _answers(
 
 def _released(name: str) -> str:
     known = variables().get(name)
-    return f"; read by released versions: {known.released}" if known and known.released else ""
+    if known is None or not known.released:
+        return ""
+    return "no version looked at reads it" if known.released == "nowhere" else f"read by {known.released}"
 
 
 class _Process:
@@ -268,6 +272,16 @@ class _Process:
         return LedgerFinding(rule, severity or self._fault, self._process, name, message, repair, source)
 
 
+def with_reads(ledger: Ledger, reads: Mapping[str, Mapping[str, Sequence[str]]]) -> Ledger:
+    """The ledger with what processes have looked up: process → name → packages. A process that is not in ``reads``
+    was not watched."""
+    rows = tuple(
+        replace(row, read_at_run_time=row.name in reads[row.process]) if row.process in reads else row
+        for row in ledger.rows
+    )
+    return Ledger(rows, ledger.findings)
+
+
 def _stray_findings(
     strays: Sequence[str],
     declared: Mapping[str, Mapping[str, str]],
@@ -303,5 +317,5 @@ def _shown(name: str, value: str) -> str:
 def _history(known: Variable | None) -> str:
     if known is None:
         return ""
-    released = f"read by released versions of {known.reader}: {known.released}" if known.released else ""
+    released = f"{known.reader} as released: {_released(known.name)}" if known.released else ""
     return "; ".join(part for part in (released, *known.history[-1:]) if part)

@@ -14,15 +14,22 @@ from lockstep.rollout.process_link import EngineProcess
 from lockstep.rollout.remote_engine import RemoteEngine
 
 
-def start_engine(settings: dict[str, Any], *, timeout_s: float, python: str | None = None) -> RemoteEngine:
+def start_engine(
+    settings: dict[str, Any],
+    *,
+    timeout_s: float,
+    python: str | None = None,
+    environment: dict[str, str] | None = None,
+) -> RemoteEngine:
     """Start an engine from JSON settings (``engine_process.build_engine``) in a process of its own and wait until it
     is there. It serves nothing before a refit commits.
 
     ``python`` is the interpreter of an environment that has this package (vLLM has one of its own); None: this one.
+    ``environment`` are its variables; None: what crosses from this process (``environment.processes``).
     Raises EngineProcessError if the process does not come up, or the error of the engine's own construction.
     """
     command = [python or sys.executable, "-m", "lockstep.refit.engine_child"]
-    return RemoteEngine(EngineProcess(command, settings, timeout_s=timeout_s))
+    return RemoteEngine(EngineProcess(command, settings, timeout_s=timeout_s, environment=environment))
 
 
 def _derived_state() -> Any:

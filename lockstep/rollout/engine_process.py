@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lockstep.environment.recorded import recorded_reads
 from lockstep.interfaces import Engine, WeightReceiver
 from lockstep.records import Manifest
 from lockstep.rollout import messages
@@ -353,9 +354,11 @@ def run(inlet: Inlet, derived: Callable[[], Any]) -> int:
     if (threads := start.header["settings"].get("threads")) is not None:
         torch.set_num_threads(threads)
     try:
-        engine = build_engine(start.header["settings"], derived)
+        with recorded_reads() as reads:
+            engine = build_engine(start.header["settings"], derived)
         server = EngineServer(channel, engine, inlet, timeout_s=timeout_s)
         started = {"naming": server._receiver.naming, "quantisation": server._receiver.quantisation}
+        started |= {"reads": reads.as_dict()}
     except Exception as error:
         failed = {"type": type(error).__name__, "text": str(error)}
         channel.send({"id": start.header["id"], "error": failed, "version": -1}, timeout_s=timeout_s)

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.environment.processes import child_environment, shell_environment
+from lockstep.environment.secrets import mask_text, secret_values
 from lockstep.rollout.engine_process import RefitGivenUp
 from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.torch_engine import EngineError, EngineUnfit
@@ -66,7 +68,9 @@ class _Asked:
 
 class EngineProcess:
     """A child process that serves an engine. ``command`` starts it; the descriptor of its socket and this process' id
-    are appended. Raises EngineProcessError if it does not come up, or the error of the engine's own construction."""
+    are appended. ``environment`` are its variables; None: what crosses from here (``environment.processes``).
+
+    Raises EngineProcessError if it does not come up, or the error of the engine's own construction."""
 
     def __init__(
         self,
@@ -86,6 +90,8 @@ class EngineProcess:
         self._dead: str | None = None
         self._closing = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        variables = child_environment(shell_environment(), {}) if environment is None else environment
+        self._secrets = secret_values(variables)
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         try:
@@ -95,7 +101,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,  # libraries that print; the protocol has its own socket
                 stderr=self._log,
-                env=environment or child_environment(),
+                env=importable(variables),
             )
         except OSError as error:
             self._channel.close()
@@ -211,7 +217,7 @@ class EngineProcess:
     def _last_words(self) -> str:
         size = os.fstat(self._log.fileno()).st_size
         words = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
-        text = words.decode(errors="replace").strip()
+        text = mask_text(words.decode(errors="replace").strip(), self._secrets)
         return f"; its last words:\n{text}" if text else ""
 
 
@@ -246,8 +252,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def child_environment() -> dict[str, str]:
-    """This environment, in which a child can import this package."""
+def importable(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a child can import this package."""
     package_root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])}
+    inherited = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])}
