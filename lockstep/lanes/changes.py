@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.lanes.catalogue import Catalogue
 from lockstep.lanes.errors import LanesError
-from lockstep.lanes.read import files_of_tests
+from lockstep.lanes.read import files_of_tests, is_test_file
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -66,9 +66,6 @@ def _reached_from(name: str, graph: ImportGraph, catalogue: Catalogue) -> dict[s
         for test in graph.tests
         if any(_fits(test, pattern) for one in rules for pattern in one.tests)
     }
-    if PurePosixPath(name).name == "conftest.py":
-        below = PurePosixPath(name).parent
-        reasons |= {t: f"{name} above it changed" for t in graph.tests if below in PurePosixPath(t).parents}
     by_import = graph.reached(name)
     if by_import is None and not rules:
         return dict.fromkeys(graph.tests, f"{name} changed, and nothing says who reads it")
@@ -98,6 +95,10 @@ class ImportGraph:
             for imported in _imports(path, root):
                 edges.setdefault(imported, set()).add(name)
         tests = {path.relative_to(root).as_posix() for path in files_of_tests(root, catalogue.test_paths)}
+        for path in sources:  # pytest imports each conftest.py above a test
+            if path.name == "conftest.py":
+                above = PurePosixPath(path.relative_to(root).as_posix())
+                edges.setdefault(str(above), set()).update(t for t in tests if above.parent in PurePosixPath(t).parents)
         frozen = {name: frozenset(importers) for name, importers in edges.items()}
         return cls(frozen, frozenset(tests), tuple(name.replace(".", "/") for name in catalogue.packages))
 
@@ -113,8 +114,8 @@ class ImportGraph:
             folder = str(PurePosixPath(name).parent)
             starts = [one for one in self.importers if str(PurePosixPath(one).parent) == folder]
             return self._walk(name, starts) if starts else None
-        if name not in self.importers and name not in self.tests and not in_package:
-            return None
+        if name not in self.importers and name not in self.tests:
+            return {} if is_test_file(PurePosixPath(name).name) else None  # deleted: who imported it is not known
         return self._walk(name, [name])
 
     def _walk(self, changed: str, starts: Iterable[str]) -> dict[str, str]:
