@@ -7,6 +7,7 @@ clipped, so it would have no effect.
 from __future__ import annotations
 
 from lockstep.config.cluster_schema import EngineLayoutConfig, TrainLayoutConfig
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     BoundConfig,
@@ -23,7 +24,15 @@ from lockstep.config.schema import (
 from lockstep.recipes import derived, recipe
 from lockstep.recipes.evidence import DEEPSEEK_V4_PROB_DIFF, DEEPSEEK_V4_ROLLOUT_MEAN
 from lockstep.recipes.overlays import Changes, overlay, variant
-from lockstep.recipes.parts import AIME_PROBLEMS, dapo_math, megatron_trainer, model_folder
+from lockstep.recipes.parts import (
+    AIME_PROBLEMS,
+    DETERMINISTIC,
+    NO_NVLS,
+    ONE_CONNECTION,
+    dapo_math,
+    megatron_trainer,
+    model_folder,
+)
 
 NAME = "deepseek-v4-flash"
 
@@ -82,6 +91,7 @@ def deepseek_v4_flash() -> RunConfig:
         ),
         gate=GateConfig(bounds=BOUNDS),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=1 << 30),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),
     )
@@ -103,7 +113,7 @@ def pruned() -> Changes:
 # --- hardware ---------------------------------------------------------------------------------------------------------
 
 
-@overlay(NAME, hardware="mi355x", evidence="deepseek-v4-flash/mi355x/4x8")
+@overlay(NAME, hardware="mi355x", evidence="deepseek-v4-flash-mi355x-32")
 def mi355x() -> Changes:
     """Four nodes: half of the weights' ranks of eight, so the optimizer has to go to host memory."""
     return {
@@ -123,11 +133,11 @@ def mi355x() -> Changes:
         "rollout.layout.memory_fraction": (0.5, "the trainer stays on the device"),
         "rollout.max_new_tokens": (8192, "the length that this layout was run with"),
         "rollout.sglang.engine_args.watchdog_timeout": (1800, "aiter tunes its products at first use, slowly"),
-        **_rocm_engine(),
+        **_rocm(),
     }
 
 
-@overlay(NAME, hardware="h200", evidence="deepseek-v4-flash/h200/8x8")
+@overlay(NAME, hardware="h200", evidence="deepseek-v4-flash-h200-64")
 def h200() -> Changes:
     """Eight nodes hold everything on the devices."""
     return {
@@ -138,11 +148,12 @@ def h200() -> Changes:
         "trainer.layout.ep": (8, "a node's devices"),
         "trainer.layout.first_stage_layers": (4, "43 = 4 + 6 × 6 + 3"),
         "trainer.layout.last_stage_layers": (3, "43 = 4 + 6 × 6 + 3; it has the head too"),
-        **_cuda_engine(),
+        **_cuda(),
+        **ONE_CONNECTION,
     }
 
 
-@overlay(NAME, hardware="gb300", evidence="deepseek-v4-flash/gb300/8x4")
+@overlay(NAME, hardware="gb300", evidence="deepseek-v4-flash-gb300-32")
 def gb300() -> Changes:
     """Eight trays of four."""
     return {
@@ -155,11 +166,11 @@ def gb300() -> Changes:
         "trainer.layout.ep": (4, "a tray's devices"),
         "trainer.layout.first_stage_layers": (4, "43 = 4 + 6 × 6 + 3"),
         "trainer.layout.last_stage_layers": (3, "43 = 4 + 6 × 6 + 3; it has the head too"),
-        **_cuda_engine(),
+        **_cuda(),
     }
 
 
-@overlay(NAME, hardware="h100", evidence="deepseek-v4-flash/h100/8x8")
+@overlay(NAME, hardware="h100", evidence="deepseek-v4-flash-h100-64")
 def h100() -> Changes:
     """80 GB a device: verl's layout with vLLM, all optimizer states in host memory."""
     return {
@@ -183,23 +194,27 @@ def h100() -> Changes:
         "rollout.num_slots": (1, "as verl's run: one sequence a rank"),
         "rollout.layout.tp": (1, "vLLM's experts go over data parallel ranks"),
         "rollout.layout.dp": (4, "an engine's four devices"),
-        "rollout.layout.memory_fraction": (0.5, "the trainer stays on the device; vLLM counts the whole card"),
+        "rollout.layout.memory_fraction": (
+            0.75,
+            "the trainer is away while engines generate; verl's 0.5 leaves nothing for the cache, by the plan",
+        ),
         "rollout.layout.kv_cache_dtype": ("fp8", "as verl's run"),
         "rollout.vllm.kv_cache_bytes": (None, "the cache is what memory_fraction leaves"),
         "refit.bucket_bytes": (512 << 20, "as verl's run"),
+        **NO_NVLS,
     }
 
 
-@overlay(f"{NAME}-4layer", hardware="mi355x", evidence="deepseek-v4-flash-4layer/any/1x8")
+@overlay(f"{NAME}-4layer", hardware="mi355x", evidence="deepseek-v4-flash-4layer-mi355x-8")
 def pruned_mi355x() -> Changes:
     """One node, one stage."""
-    return {**_one_node(), **_rocm_engine()}
+    return {**_one_node(), **_rocm()}
 
 
-@overlay(f"{NAME}-4layer", hardware="h200", evidence="deepseek-v4-flash-4layer/any/1x8")
+@overlay(f"{NAME}-4layer", hardware="h200", evidence="deepseek-v4-flash-4layer-8")
 def pruned_h200() -> Changes:
     """One node, one stage."""
-    return {**_one_node(), **_cuda_engine()}
+    return {**_one_node(), **_cuda(), **ONE_CONNECTION}
 
 
 def _one_node() -> Changes:
@@ -210,14 +225,27 @@ def _one_node() -> Changes:
     }
 
 
-def _rocm_engine() -> Changes:
-    """Variables of SGLang's ROCm kernels for this model."""
-    return {}
+def _sglang() -> Changes:
+    return {
+        "environment.engine.SGLANG_DSV4_FP4_EXPERTS": ("0", "a refit brings the experts in fp8, not in four bits"),
+        "environment.engine.SGLANG_HEALTH_CHECK_TIMEOUT": ("120", "the first requests compile kernels for minutes"),
+    }
 
 
-def _cuda_engine() -> Changes:
-    """Variables of SGLang's CUDA kernels for this model."""
-    return {}
+def _rocm() -> Changes:
+    """Variables for ROCm. SGLang up to 0.5.14 needs SGLANG_OPT_USE_COMPRESSOR_V2=true too; later ones don't read it."""
+    return {
+        **_sglang(),
+        **ONE_CONNECTION,
+        "environment.engine.SGLANG_HACK_FLASHMLA_BACKEND": ("unified_kv_triton", "the fastest kernels that agree"),
+        "environment.engine.SGLANG_OPT_USE_TILELANG_INDEXER": ("true", "ROCm's kernel of the indexer"),
+        "environment.engine.AITER_BF16_FP8_MOE_BOUND": ("0", "experts in fp8 whatever the batch's size"),
+    }
+
+
+def _cuda() -> Changes:
+    """Variables for CUDA."""
+    return {**_sglang(), **NO_NVLS}
 
 
 # --- variants ---------------------------------------------------------------------------------------------------------
@@ -232,7 +260,13 @@ def bf16() -> Changes:
 @variant(NAME, "fp8", group="training precision")
 def fp8() -> Changes:
     """Products of the trainer in fp8 with 128 × 128 blocks, as the engine's are."""
-    return {"trainer.megatron.fp8": ("blockwise", "the engine's own blocks: less mismatch than bf16 against fp8")}
+    return {
+        "trainer.megatron.fp8": ("blockwise", "the engine's own blocks: less mismatch than bf16 against fp8"),
+        "environment.trainer.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": (
+            "0",
+            "scales are powers of two, as the engine's are",
+        ),
+    }
 
 
 @variant(NAME, "fast", group="engine kernels")
@@ -243,7 +277,8 @@ def fast() -> Changes:
 
 @variant(NAME, "parity", group="engine kernels", hardware=("mi355x",))
 def parity() -> Changes:
-    """The configuration whose agreement was published: tp8, triton attention, the plain norm. Decode is 8 % slower."""
+    """The configuration whose agreement was published: tp8, triton attention, the plain norm; SGLang up to 0.5.17.
+    Decode is 8 % slower."""
     return {
         "trainer.layout.tp": (8, "the layout that was measured (miles#2040)"),
         "trainer.megatron.optimizer_offload_fraction": (0.0, "with tp8 the states fit"),
@@ -251,4 +286,18 @@ def parity() -> Changes:
         "trainer.megatron.offload_weights": (True, "the trainer makes room while engines generate"),
         "rollout.layout.memory_fraction": (0.7, "the trainer is away while engines generate"),
         "rollout.max_new_tokens": (16384, "the length that was measured"),
+        "environment.engine.SGLANG_HACK_FLASHMLA_BACKEND": ("triton", "the kernels that were measured"),
+        "environment.engine.SGLANG_OPT_USE_JIT_NORM": ("false", "the fused norm drifts: 0.131 instead of 0.045"),
     }
+
+
+@variant(NAME, "any-order", group="order of sums")
+def any_order() -> Changes:
+    """The recipe as it stands: kernels may add in any order."""
+    return {}
+
+
+@variant(NAME, "deterministic", group="order of sums")
+def deterministic() -> Changes:
+    """Two runs give the same bits: slower kernels and collectives of one order."""
+    return DETERMINISTIC

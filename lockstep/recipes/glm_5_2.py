@@ -7,6 +7,7 @@ The clip range that public runs pass (0.2, 0.28) is left out: with one optimizer
 from __future__ import annotations
 
 from lockstep.config.cluster_schema import EngineLayoutConfig, SglangConfig, TrainLayoutConfig
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -21,7 +22,14 @@ from lockstep.config.schema import (
 )
 from lockstep.recipes import derived, recipe
 from lockstep.recipes.overlays import Changes, overlay
-from lockstep.recipes.parts import AIME_PROBLEMS, bf16_bound, dapo_math, megatron_trainer, model_folder
+from lockstep.recipes.parts import (
+    AIME_PROBLEMS,
+    ONE_CONNECTION,
+    bf16_bound,
+    dapo_math,
+    megatron_trainer,
+    model_folder,
+)
 
 NAME = "glm-5_2"
 
@@ -64,8 +72,9 @@ def glm_5_2() -> RunConfig:
             layout=TrainLayoutConfig(etp=1, sequence_parallel=True, moe_dispatcher="alltoall"),
             megatron={"pad_multiple": 1024, "rematerialise_weights": True},
         ),
-        gate=GateConfig(bounds=(bf16_bound(),)),
+        gate=GateConfig(bounds=(bf16_bound(), bf16_bound("fp8"))),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=2 << 30),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),
     )
@@ -86,7 +95,7 @@ def pruned() -> Changes:
     }
 
 
-@overlay(NAME, hardware="gb300", evidence="glm-5_2/gb300/16x4")
+@overlay(NAME, hardware="gb300", evidence="glm-5_2-gb300-64")
 def gb300() -> Changes:
     """Sixteen trays of four."""
     return {
@@ -97,12 +106,12 @@ def gb300() -> Changes:
         "trainer.layout.ep": (16, "four trays"),
         "trainer.layout.first_stage_layers": (18, "78 = 18 + 20 + 20 + 20: no stage starts on an index-share layer"),
         "trainer.layout.last_stage_layers": (20, "78 = 18 + 20 + 20 + 20: no stage starts on an index-share layer"),
-        "rollout.sglang.engine_args.dsa_prefill_backend": ("flashmla_sparse", "CUDA's kernel"),
-        "rollout.sglang.engine_args.dsa_decode_backend": ("flashmla_kv", "CUDA's kernel"),
+        "rollout.quantisation": ("fp8", "four devices hold 744 B parameters in eight bits, not in sixteen"),
+        **_cuda_kernels(),
     }
 
 
-@overlay(f"{NAME}-5layer", hardware="mi355x", evidence="glm-5_2-5layer/mi355x/1x4")
+@overlay(f"{NAME}-5layer", hardware="mi355x", evidence="glm-5_2-5layer-mi355x-4")
 def pruned_mi355x() -> Changes:
     """Half a node."""
     return {
@@ -112,9 +121,23 @@ def pruned_mi355x() -> Changes:
     }
 
 
+@overlay(f"{NAME}-5layer", hardware="h200", evidence="glm-5_2-5layer-h200-4")
+def pruned_h200() -> Changes:
+    """Half a node."""
+    return {**_four_devices(), **_cuda_kernels()}
+
+
 def _four_devices() -> Changes:
     return {
         "cluster.gpus_per_node": (4, "what the pruned model needs"),
         "trainer.layout.tp": (4, "all devices"),
         "trainer.layout.ep": (4, "all devices"),
+        **ONE_CONNECTION,
+    }
+
+
+def _cuda_kernels() -> Changes:
+    return {
+        "rollout.sglang.engine_args.dsa_prefill_backend": ("flashmla_sparse", "CUDA's kernel"),
+        "rollout.sglang.engine_args.dsa_decode_backend": ("flashmla_kv", "CUDA's kernel"),
     }

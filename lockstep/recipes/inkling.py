@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config.cluster_schema import EngineLayoutConfig, SglangConfig, TrainLayoutConfig
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -17,7 +18,16 @@ from lockstep.config.schema import (
 )
 from lockstep.recipes import derived, recipe
 from lockstep.recipes.overlays import Changes, overlay
-from lockstep.recipes.parts import AIME_2025, AIME_PROBLEMS, bf16_bound, dapo_math, megatron_trainer, model_folder
+from lockstep.recipes.parts import (
+    AIME_2025,
+    AIME_PROBLEMS,
+    NO_NVLS,
+    ONE_CONNECTION,
+    bf16_bound,
+    dapo_math,
+    megatron_trainer,
+    model_folder,
+)
 
 NAME, SMALL = "inkling", "inkling-small"
 
@@ -67,6 +77,7 @@ def inkling() -> RunConfig:
         ),
         gate=GateConfig(bounds=(bf16_bound(),)),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=1 << 30),
+        environment=EnvironmentConfig(strict=True, engine={"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}),
         eval=EvalConfig(every=5, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=10),
     )
@@ -98,23 +109,28 @@ def small_pruned() -> Changes:
     }
 
 
-@overlay(NAME, hardware="gb300", evidence="inkling/gb300/16x4")
+@overlay(NAME, hardware="gb300", evidence="inkling-gb300-64")
 def gb300() -> Changes:
     """Sixteen trays of four."""
     return {
         **_trays(16),
         "trainer.layout.pp": (4, "four stages of four trays"),
         "trainer.layout.last_stage_layers": (15, "66 = 17 + 17 + 17 + 15; it has the head too"),
+        **_offload(0.25, "302 GB a device without, by the plan; the public profile does not say how it fits"),
     }
 
 
-@overlay(NAME, hardware="gb300", nodes=12, evidence="inkling/gb300/12x4")
+@overlay(NAME, hardware="gb300", nodes=12, evidence="inkling-gb300-48")
 def gb300_12() -> Changes:
     """Twelve trays: one stage fewer."""
-    return {**_trays(12), "trainer.layout.pp": (3, "66 = 22 + 22 + 22")}
+    return {
+        **_trays(12),
+        "trainer.layout.pp": (3, "66 = 22 + 22 + 22"),
+        **_offload(0.6, "389 GB a device without, by the plan; the public profile does not say how it fits"),
+    }
 
 
-@overlay(SMALL, hardware="h200", evidence="inkling-small/h200/4x8")
+@overlay(SMALL, hardware="h200", evidence="inkling-small-h200-32")
 def small_h200() -> Changes:
     """Four nodes."""
     return {
@@ -126,19 +142,34 @@ def small_h200() -> Changes:
         "rollout.layout.gpus_per_engine": (8, "a node: 532 GB of weights"),
         "rollout.layout.tp": (8, "all devices of an engine"),
         "rollout.max_new_tokens": (2048, "the length that this layout was run with"),
+        **_offload(0.75, "224 GB a device without, by the plan; the public profile does not say how it fits"),
+        **ONE_CONNECTION,
         **_cuda_kernels(),
     }
 
 
-@overlay(f"{SMALL}-4layer", hardware="mi355x", evidence="inkling-small-4layer/mi355x/1x4")
+@overlay(f"{SMALL}-4layer", hardware="mi355x", evidence="inkling-small-4layer-mi355x-4")
 def small_pruned_mi355x() -> Changes:
     """Half a node."""
+    return {
+        **_four_devices(),
+        "rollout.sglang.engine_args.attention_backend": ("triton", "ROCm has no fa4"),
+    }
+
+
+@overlay(f"{SMALL}-4layer", hardware="h200", evidence="inkling-small-4layer-h200-4")
+def small_pruned_h200() -> Changes:
+    """Half a node."""
+    return {**_four_devices(), **_cuda_kernels()}
+
+
+def _four_devices() -> Changes:
     return {
         "cluster.gpus_per_node": (4, "what the pruned model needs"),
         "trainer.layout.ep": (4, "all devices"),
         "rollout.layout.gpus_per_engine": (4, "all devices"),
         "rollout.layout.tp": (4, "all devices"),
-        "rollout.sglang.engine_args.attention_backend": ("triton", "ROCm has no fa4"),
+        **ONE_CONNECTION,
     }
 
 
@@ -148,7 +179,6 @@ def _trays(nodes: int) -> Changes:
         "cluster.nodes": (nodes, "947 B parameters"),
         "cluster.gpus_per_node": (4, "a compute tray has four"),
         "trainer.layout.ep": (16, "four trays"),
-        "trainer.megatron.stream_optimizer": (True, "the optimizer's states don't fit the devices while it steps"),
         "rollout.layout.gpus_per_engine": (16, "four trays: 1.9 TB of weights"),
         "rollout.layout.tp": (16, "all devices of an engine"),
         **_cuda_kernels(),
@@ -156,4 +186,14 @@ def _trays(nodes: int) -> Changes:
 
 
 def _cuda_kernels() -> Changes:
-    return {"rollout.sglang.engine_args.attention_backend": ("fa4", "CUDA's kernel for its relative positions")}
+    return {
+        "rollout.sglang.engine_args.attention_backend": ("fa4", "CUDA's kernel for its relative positions"),
+        **NO_NVLS,
+    }
+
+
+def _offload(fraction: float, why: str) -> Changes:
+    return {
+        "trainer.megatron.optimizer_offload_fraction": (fraction, why),
+        "trainer.megatron.precision_aware_optimizer": (True, "Megatron offloads states of this optimizer alone"),
+    }

@@ -13,12 +13,27 @@ from lockstep.config.cluster_schema import MegatronConfig, TrainLayoutConfig
 from lockstep.config.schema import BoundConfig, FileTask, RewardConfig, TrainerConfig
 from lockstep.config.section import Quantisation
 from lockstep.recipes.evidence import SLIME_CI_BF16
+from lockstep.recipes.overlays import Changes
 
 DAPO_MATH_17K = "${DAPO_MATH_17K:-${LOCKSTEP_DATA:-data}/dapo-math-17k/dapo-math-17k.jsonl}"
 AIME_2024 = "${AIME_2024:-${LOCKSTEP_DATA:-data}/aime-2024/aime-2024.jsonl}"
 AIME_2025 = "${AIME_2025:-${LOCKSTEP_DATA:-data}/aime-2025/aime-2025.jsonl}"
 GSM8K_TRAIN = "${GSM8K_TRAIN:-${LOCKSTEP_DATA:-data}/gsm8k/train.parquet}"
 GSM8K_TEST = "${GSM8K_TEST:-${LOCKSTEP_DATA:-data}/gsm8k/test.parquet}"
+
+ONE_CONNECTION: Changes = {
+    "environment.trainer.CUDA_DEVICE_MAX_CONNECTIONS": ("1", "collectives of tensor parallelism must start in order"),
+}
+NO_NVLS: Changes = {
+    "environment.trainer.NCCL_NVLS_ENABLE": ("0", "its buffers are memory that engine and trainer need"),
+    "environment.engine.NCCL_NVLS_ENABLE": ("0", "its buffers are memory that engine and trainer need"),
+}
+DETERMINISTIC: Changes = {
+    "trainer.megatron.deterministic": (True, "Megatron takes deterministic kernels"),
+    "environment.trainer.NCCL_ALGO": ("Ring", "one order of sums"),
+    "environment.trainer.NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0", "Transformer Engine takes deterministic kernels"),
+    "environment.trainer.CUBLAS_WORKSPACE_CONFIG": (":4096:8", "cuBLAS takes one algorithm"),
+}
 
 AIME_PROBLEMS = 30
 """Problems of an AIME set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config.cluster_schema import EngineLayoutConfig, TrainLayoutConfig
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     BoundConfig,
@@ -19,7 +20,15 @@ from lockstep.config.schema import (
 )
 from lockstep.recipes import derived, recipe
 from lockstep.recipes.overlays import Changes, overlay, variant
-from lockstep.recipes.parts import AIME_PROBLEMS, bf16_bound, dapo_math, gsm8k, megatron_trainer, model_folder
+from lockstep.recipes.parts import (
+    AIME_PROBLEMS,
+    ONE_CONNECTION,
+    bf16_bound,
+    dapo_math,
+    gsm8k,
+    megatron_trainer,
+    model_folder,
+)
 
 MOE, DENSE = "qwen3-30b-a3b", "qwen3-4b"
 
@@ -59,6 +68,7 @@ def qwen3_30b_a3b() -> RunConfig:
         ),
         gate=GateConfig(bounds=(bf16_bound(), bf16_bound("fp8"))),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=512 << 20),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(every=20, num_problems=AIME_PROBLEMS),
         checkpoint=CheckpointConfig(every=20),
     )
@@ -77,7 +87,7 @@ def moe_pruned() -> Changes:
     }
 
 
-@overlay(MOE, hardware="h200", evidence="qwen3-30b-a3b/h200/1x4")
+@overlay(MOE, hardware="h200", evidence="qwen3-30b-a3b-h200-4")
 def moe_h200() -> Changes:
     """Half a node: two stages, sequences over two devices."""
     return {
@@ -87,10 +97,11 @@ def moe_h200() -> Changes:
         "trainer.layout.ep": (2, "the devices of a stage"),
         "trainer.micro_batch_tokens": (8192, "141 GB a device"),
         **_one_engine(4),
+        **ONE_CONNECTION,
     }
 
 
-@overlay(MOE, hardware="mi355x", evidence="qwen3-30b-a3b/mi355x/1x4")
+@overlay(MOE, hardware="mi355x", evidence="qwen3-30b-a3b-mi355x-4")
 def moe_mi355x() -> Changes:
     """Half a node: ROCm's all-to-all between four expert ranks."""
     return {
@@ -104,6 +115,8 @@ def moe_mi355x() -> Changes:
         "rollout.layout.ep": (4, "all devices: its all-to-all sets it so"),
         "rollout.layout.moe_a2a": ("mori", "ROCm's; deepep is its CUDA counterpart"),
         "rollout.quantisation": ("fp8", "as this layout was run"),
+        "rollout.prefill_tokens": (4096, "mori dispatches at most so many tokens of a rank"),
+        **ONE_CONNECTION,
     }
 
 

@@ -1,0 +1,101 @@
+"""What Lockstep can run of what it can plan: ``lockstep train`` refuses the rest by name, before anything starts.
+
+A layout needs evidence where it names a kind of hardware or spreads over several devices: somebody has run it. One
+process on the machine at hand has no layout that could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.schema import RunConfig
+from lockstep.driver.jobs import job_of
+from lockstep.topology.evidence import KnownLayout, find_evidence
+from lockstep.topology.records import Job
+
+PLAN = "`lockstep plan` judges it and prints its arguments for the programs that run it today"
+
+
+def not_runnable(config: RunConfig) -> list[Violation]:
+    """Everything in a configuration that can be planned and not yet run."""
+    return list(_not_runnable(config))
+
+
+def _not_runnable(config: RunConfig) -> Iterator[Violation]:
+    cluster, layout = config.cluster, config.rollout.layout
+    devices = cluster.nodes * cluster.gpus_per_node
+    if config.trainer.backend == "megatron":
+        message = "Lockstep does not run the megatron trainer yet"
+        yield Violation("trainer.backend", message, f'set trainer.backend = "fsdp" on one device; {PLAN}')
+    if config.rollout.engine == "sglang":
+        message = "Lockstep does not run the sglang engine yet"
+        yield Violation("rollout.engine", message, f'set rollout.engine = "torch" or "vllm"; {PLAN}')
+    if devices > 1:
+        message = f"Lockstep runs one rank, this is a job of {devices} devices"
+        also = ("cluster.gpus_per_node",)
+        yield Violation("cluster.nodes", message, f"set both to 1 for a model that fits one device; {PLAN}", also)
+    if config.rollout.engine != "vllm":
+        return
+    if config.rollout.quantisation != "none" and config.trainer.backend == "megatron":
+        message = "Lockstep does not refit vLLM with quantised weights from this trainer"
+        yield Violation("rollout.quantisation", message, 'set rollout.quantisation = "none"')
+    ranks = layout.tp * layout.pp * layout.dp
+    if ranks > 1 or layout.gpus_per_engine > 1:
+        message = f"Lockstep runs vLLM with one worker, this layout has {max(ranks, layout.gpus_per_engine)}"
+        yield Violation("rollout.layout.tp", message, "leave rollout.layout at 1 everywhere")
+    for name, off in (("kv_cache_dtype", "bf16"), ("moe_a2a", None), ("speculative", False), ("ep", 1)):
+        if getattr(layout, name) != off:
+            key = f"rollout.layout.{name}"
+            yield Violation(key, "Lockstep does not pass it to vLLM yet", f"leave it out; {PLAN}")
+
+
+def needs_evidence(config: RunConfig) -> bool:
+    """Whether a configuration has a layout that somebody must have shown."""
+    cluster = config.cluster
+    return cluster.hardware is not None or cluster.nodes * cluster.gpus_per_node > 1
+
+
+def refuse_to_run(config: RunConfig) -> dict[str, Any]:
+    """What the run folder keeps about the layout. Raises ``ConfigError`` with everything that Lockstep can't run, and
+    for a layout without evidence unless ``cluster.unverified`` allows it."""
+    problems = not_runnable(config)
+    known: KnownLayout | None = None
+    if needs_evidence(config) and not problems:
+        known = find_evidence(job_of(config))
+        if not config.cluster.unverified and (known is None or not known.verified):
+            problems.append(_unverified(config, known))
+    if problems:
+        raise ConfigError(f"{config.name} can't run here", problems)
+    return layout_record(config, known)
+
+
+def layout_record(config: RunConfig, known: KnownLayout | None) -> dict[str, Any]:
+    """The evidence of a layout as plain data, for ``environment.json`` and ``--json``."""
+    return {
+        "needs_evidence": needs_evidence(config),
+        "unverified_allowed": config.cluster.unverified,
+        "verified": known is not None and known.verified,
+        "evidence": None if known is None else known.evidence.text(),
+        "known_as": None if known is None else known.name,
+        "status": "" if known is None else known.status,
+    }
+
+
+def _unverified(config: RunConfig, known: KnownLayout | None) -> Violation:
+    if known is None:
+        message = f"nobody has shown this layout on {config.cluster.hardware or 'these devices'}"
+    else:
+        message = f"this layout is not verified: {known.status or known.evidence.text()}"
+    return Violation(
+        "cluster.unverified",
+        message,
+        "run it with --unverified, which the run folder records, or take a layout of `lockstep recipes list`",
+        ("cluster.hardware", "cluster.nodes", "cluster.gpus_per_node"),
+    )
+
+
+def evidence_of(job: Job) -> KnownLayout | None:
+    """The public layout that a job repeats, verified ones first."""
+    return find_evidence(job)
