@@ -102,7 +102,8 @@ def _planned(name: str, groups: tuple[OutputGroup, ...]) -> PlannedFile:
 def folder_jobs(
     transform: Transform, source: CheckpointIndex, read: Read, files: OpenFiles, file_bytes: int
 ) -> list[FileJob]:
-    """Everything that a transform's folder holds: weights, index, side files, and ``config.json`` last.
+    """Everything that a transform's folder holds: weights and side files, then index and ``config.json``, without which
+    nobody takes the folder for a model.
 
     ``read`` and ``files`` give the source's tensors, and its files for what is copied verbatim.
     """
@@ -114,14 +115,14 @@ def folder_jobs(
         total = sum(file.num_bytes - len(file.header) for file in planned)
         weight_map = {name: file.name for file in planned for name in file.offsets}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        jobs.append(bytes_job(INDEX, (json.dumps(index, indent=1) + "\n").encode()))
+        jobs.append(bytes_job(INDEX, (json.dumps(index, indent=1) + "\n").encode(), last=True))
     found: list[Problem] = []
     side_files = list_folder(source.folder, found)
     for name, path in side_files.others.items() if side_files else ():
         if name not in (CONFIG, INDEX) and name.endswith(SIDE_FILES):
             jobs.append(bytes_job(name, path.read_bytes()))
     config = json.dumps(transform.config(source), indent=2, ensure_ascii=False) + "\n"
-    return [*jobs, bytes_job(CONFIG, config.encode())]
+    return [*jobs, bytes_job(CONFIG, config.encode(), last=True)]
 
 
 def _weights_job(

@@ -78,14 +78,14 @@ class FileJob:
     last: bool = False
 
 
-def bytes_job(name: str, content: bytes) -> FileJob:
+def bytes_job(name: str, content: bytes, *, last: bool = False) -> FileJob:
     """A small file of known content."""
 
     def write(sink: Sink) -> dict[str, Any]:
         sink.write(content, 0)
         return {}
 
-    return FileJob(name, len(content), hashlib.sha256(content).hexdigest(), write)
+    return FileJob(name, len(content), hashlib.sha256(content).hexdigest(), write, last=last)
 
 
 class ByteBudget:
