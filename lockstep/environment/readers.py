@@ -39,9 +39,10 @@ SCANNER_VERSION = 1
 NOT_RUN = frozenset({"test", "tests", "testing", "benchmark", "benchmarks", "examples", "docs", "__pycache__"})
 """Folders of a package that no engine or trainer imports."""
 
+_LOOKUP = rb"(?:\bgetenv\s*\(|\benviron\s*(?:\[|\.(?:get|pop|__getitem__)\s*\())\s*"
 _BY_OTHER_THAN_TEXT = re.compile(
-    rb"(?:\bgetenv\s*\(|\benviron\s*(?:\[|\.(?:get|pop|__getitem__)\s*\())\s*[^\s\"']|\benviron\.items|=\s*(?:os\.)?environ\b"
-    rb"|\bin\s+(?:os\.)?environ\b"
+    _LOOKUP + rb"""(?:[^\s"']|["'][^"'\n]*["']\s*[+%.])"""
+    rb"|\benviron\.items|=\s*(?:os\.)?environ\b|\bin\s+(?:os\.)?environ\b"
 )
 """Code that asks the environment by other than quoted text: a wrapper, a built name or an alias may lie there, whatever
 names the file holds."""
@@ -350,7 +351,7 @@ class _Kept:
         try:
             loaded = json.loads(self._path.read_text(encoding="utf-8"))
             self.answers = {name: _answer(fields) for name, fields in loaded.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             self.answers = {}
 
     def add(self, answers: dict[str, Answer]) -> None:

@@ -15,6 +15,7 @@ DEPRECATED = re.compile(r"deprecat|removed|obsolete", re.IGNORECASE)
 
 
 def is_variable(value: object) -> bool:
+    """Whether a constant may be a variable's name."""
     return isinstance(value, str) and VARIABLE.fullmatch(value) is not None
 
 
@@ -91,13 +92,14 @@ def lookup_default(value: ast.expr) -> str:
 
 
 def is_deprecation(value: ast.expr) -> bool:
+    """Whether a value is made by something named for deprecation."""
     return isinstance(value, ast.Call) and DEPRECATED.search(last_name(value.func)) is not None
 
 
 def name_pattern(node: ast.expr) -> str:
     """A regular expression of the names that an expression can build; "" if nothing of them is fixed."""
     parts = "".join(_parts(node))
-    return parts if len(re.sub(r"\.\*|\\", "", parts)) >= 3 else ""
+    return parts if len(re.sub(r"\.\*|\\", "", parts)) >= 2 else ""
 
 
 def _parts(node: ast.expr) -> Iterator[str]:

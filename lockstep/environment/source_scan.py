@@ -311,7 +311,7 @@ class _Scanner:
             *((keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg),
         ]
         for argument, value in arguments:
-            for name in self._names(value):
+            for name in () if id(value) in self._consumed else self._names(value):
                 second = (
                     node.args[argument + 1] if isinstance(argument, int) and argument + 1 < len(node.args) else None
                 )
