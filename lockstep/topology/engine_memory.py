@@ -24,6 +24,8 @@ from lockstep.topology.trainer_memory import CONTEXT_BYTES, sequence_tokens
 VLLM_UTILISATION = 0.92
 PREFILL_TOKENS = 8192
 """Tokens of one prefill where the job does not say (vLLM's and SGLang's default on a large card)."""
+EMBEDDED_PREFILL_TOKENS = 4096
+"""rollout.prefill_tokens."""
 GRAPH_BYTES = 1_000_000_000
 COMMUNICATOR_BYTES = 1 << 30
 """vLLM at tp 4: about 1 GiB (vllm issue 51485); RCCL: 1 GiB for the first communicator (LUMI guide issue 111)."""
@@ -51,22 +53,23 @@ def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
     if engine is None:
         raise ValueError(f"{job.name} has no engine")
     weights = _item("weights", *engine_weights(job.model, engine))
-    overhead = _overhead(job, engine)
     cost = cache_cost(job.model, engine)
-    findings: list[Finding] = []
     if engine.engine == "torch":
-        pool = _embedded_cache(job, engine, cost)
-    else:
-        pool = _pool(job, engine, held_bytes, weights.num_bytes, sum(i.num_bytes for i in overhead), findings)
-    requests = _running(job, engine)
+        moments = _embedded_moments(job, engine, cost)
+        most = max(moments, key=lambda items: sum(item.num_bytes for item in items))
+        return EngineMemory((weights, *most), (weights,), (weights,), None, ())
+    findings: list[Finding] = []
+    working, overhead = _working(job, engine), _overhead(job, engine)
+    taken = working.num_bytes + sum(item.num_bytes for item in overhead)
+    pool = _pool(job, engine, held_bytes, weights.num_bytes, taken, findings)
     # A pool holds at least one sequence; more is the engine's business.
     tokens = cost.tokens_in(pool.num_bytes, 1)
     length = sequence_tokens(job)
-    if engine.engine != "torch" and length is not None and tokens is not None and tokens < length and not findings:
+    if length is not None and tokens is not None and tokens < length and not findings:
         message = f"the cache of {gigabytes(pool.num_bytes)} holds {tokens} tokens, one sequence has {length}"
         findings.append(Finding("engine-cache", "error", message, _more_cache(engine), _source(engine)))
-    residue = (*overhead, *_states_outside(job, engine, requests))
-    return EngineMemory((weights, pool, *overhead), (weights, *residue), residue, tokens, tuple(findings))
+    residue = (*overhead, *_states_outside(job, engine))
+    return EngineMemory((weights, pool, working, *overhead), (weights, *residue), residue, tokens, tuple(findings))
 
 
 def engine_weights(shape: ModelShape, engine: EngineLayout) -> tuple[int, str]:
@@ -172,30 +175,40 @@ def _pool(
     return _item("key/value cache", max(pool, 0), note)
 
 
-def _embedded_cache(job: Job, engine: EngineLayout, cost: CacheCost) -> MemoryItem:
-    """Caches of the embedded engine: every slot at full length, and a copy of the rest when one sequence leaves."""
-    slots, length = _running(job, engine), sequence_tokens(job)
+def _embedded_moments(job: Job, engine: EngineLayout, cost: CacheCost) -> list[list[MemoryItem]]:
+    """The two moments at which the embedded engine may need most: prefill, and a sequence leaving a full batch."""
+    length = sequence_tokens(job)
     if length is None:
-        return MemoryItem("key/value cache", 0, "assumed", "lengths are not stated", owner="engine")
-    one = cost.bytes_of(1, length)
+        return [[MemoryItem("key/value cache", 0, "assumed", "lengths are not stated", owner="engine")]]
+    slots, prompt = _running(job, engine), (job.batch.prompt_tokens if job.batch else None) or 0
     note = f"{slots} sequences of {length} tokens, and once more while the rest is copied as one leaves"
-    return _item("key/value cache", one * (2 * slots - 1), note)
+    full = _item("key/value cache", cost.bytes_of(1, length) * (2 * slots - 1), note)
+    rows = slots * job.model.vocab * BYTES[engine.weight_dtype]
+    prompts = min(slots, job.batch.num_prompts if job.batch else slots)
+    filled = _item("key/value cache", 2 * cost.bytes_of(prompts, prompt), f"{prompts} prompts, in a batch and alone")
+    tokens = min(engine.chunked_prefill_tokens or EMBEDDED_PREFILL_TOKENS, max(1, prompts * prompt))
+    working = module_working_set(job.model, tokens, width=BYTES[engine.weight_dtype], gradient=False)
+    return [
+        [full, _item("logits", rows, f"{slots} sequences")],
+        [filled, MemoryItem("prefill", working, "assumed", f"{tokens} tokens at once", owner="engine")],
+    ]
+
+
+def _working(job: Job, engine: EngineLayout) -> MemoryItem:
+    """What a prefill of a full chunk or the sampling of every request takes for a moment."""
+    prefill = engine.chunked_prefill_tokens or PREFILL_TOKENS
+    forward = module_working_set(job.model, prefill, gradient=False) // attention_tp(engine)
+    logits = _running(job, engine) * job.model.vocab * (BYTES[engine.weight_dtype] + BYTES["fp32"])
+    return MemoryItem(
+        "prefill and logits", max(forward, logits), "assumed", f"{prefill} tokens at once", owner="engine"
+    )
 
 
 def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
-    """Prefill and sampling, context, communicators, graphs."""
-    shape, vendor = job.model, job.hardware.vendor
-    prefill = engine.chunked_prefill_tokens or (PREFILL_TOKENS if engine.engine != "torch" else 4096)
-    length = sequence_tokens(job)
-    if engine.engine == "torch" and length is not None:
-        prefill = min(prefill, max(1, _running(job, engine) * length))
-    working = module_working_set(shape, prefill, gradient=False) // attention_tp(engine)
-    logits = _running(job, engine) * shape.vocab * BYTES[engine.weight_dtype]
-    basis = "assumed"
-    items = [MemoryItem("prefill and logits", max(working, logits), basis, f"{prefill} tokens at once", owner="engine")]
-    if vendor == "cpu" or engine.engine == "torch":
-        return tuple(items)  # in the trainer's process
-    items.append(MemoryItem("device context", CONTEXT_BYTES, "measured", "one process", owner="engine"))
+    """Context, communicators and graphs."""
+    if job.hardware.vendor == "cpu":
+        return ()
+    items = [MemoryItem("device context", CONTEXT_BYTES, "measured", "one process", owner="engine")]
     if engine.tp * engine.pp * engine.dp > 1:
         items.append(MemoryItem("communicators", COMMUNICATOR_BYTES, "measured", "vLLM tp 4", owner="engine"))
     if engine.cuda_graphs is not False:
@@ -203,7 +216,7 @@ def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
     return tuple(items)
 
 
-def _states_outside(job: Job, engine: EngineLayout, requests: int) -> tuple[MemoryItem, ...]:
+def _states_outside(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
     """SGLang's pool of DeepSeek-V4 compressor states, which on ROCm lies outside the memory saver: sleep keeps it."""
     if engine.engine != "sglang" or job.model.attention != "deepseek_v4" or job.hardware.vendor != "amd":
         return ()

@@ -167,9 +167,9 @@ def _engine_items(job: Job, trainer: _Trainer, engine: EngineMemory | None, phas
         return (*engine.loaded, *_buckets(job, "engine"))
     if not trainer.own:
         return engine.asleep
-    # Lockstep's loop keeps its engine loaded; vLLM's pool of caches stays too, the embedded engine's goes.
+    # Lockstep's loop keeps its engine loaded: vLLM's pool of caches stays too, the embedded engine's goes.
     embedded = job.engine is not None and job.engine.engine == "torch"
-    return tuple(item for item in engine.awake if not embedded or item.name == "weights")
+    return engine.asleep if embedded else tuple(item for item in engine.awake if item.name != "prefill and logits")
 
 
 def _held_while_generating(job: Job, trainer: _Trainer | None) -> list[int]:

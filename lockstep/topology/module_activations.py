@@ -41,21 +41,20 @@ def module_checkpoint(shape: ModelShape, tokens: int, *, width: int = 2) -> int:
 
 
 def module_working_set(shape: ModelShape, tokens: int, *, width: int = 2, gradient: bool) -> int:
-    """Bytes in use beside what is kept, while one layer runs: its largest group of tensors that live together, of the
-    forward without a gradient or of the backward."""
+    """Bytes in use beside what is kept, while one layer runs: its largest group of tensors that live together.
+
+    In a backward what was kept is freed as it is used, so the group is that of the operation that needs most: the
+    product of gate and up, attention, the sum over a token's experts, or a norm in float32.
+    """
     queries = max(_widths(shape, layer)[0] for layer in range(shape.num_layers))
     hidden = shape.hidden * max(1, shape.hyper_connections)
     dense = shape.ffn if not shape.is_moe or shape.dense_layers else 0
-    shared = shape.num_shared_experts * shape.moe_ffn
-    rows = shape.experts_per_token
+    wide = max(dense, shape.num_shared_experts * shape.moe_ffn)
+    rows = shape.experts_per_token * width * shape.hidden
     if gradient:
-        mlp = 4 * width * max(dense, shared)
-        experts = rows * width * (3 * shape.hidden + 4 * shape.moe_ffn)
-        return tokens * (max(mlp, experts, 4 * width * queries) + 16 * hidden)
-    mlp = 3 * width * max(dense, shared)
-    experts = rows * width * 4 * shape.hidden
-    # The norm of heads: bf16, float32 and its square; or queries, repeated keys and values, and the output.
-    return tokens * (max(mlp, experts, (width + 8) * queries) + 3 * width * hidden)
+        return tokens * (max(2 * width * wide, 4 * width * queries, 3 * rows, 12 * hidden) + width * hidden)
+    # Attention: queries in their own dtype, in float32 and squared, for the norm of heads.
+    return tokens * (max(3 * width * wide, (width + 8) * queries, 4 * rows) + 3 * width * hidden)
 
 
 def head_working_set(

@@ -23,7 +23,7 @@ from lockstep.topology.module_activations import (
 )
 from lockstep.topology.parameters import count_parameters, layer_parameters
 from lockstep.topology.records import Job, ModelShape, TrainLayout
-from lockstep.topology.trainer_memory import CONTEXT_BYTES, micro_batch_tokens, num_micro_batches, sequence_tokens
+from lockstep.topology.trainer_memory import CONTEXT_BYTES, micro_batch_tokens, sequence_tokens
 
 PACKED_ROW_TOKENS = 128
 """Rows of several sequences are filled to this length at least, and to four times the longest sequence."""
@@ -85,11 +85,29 @@ def module_phase_items(job: Job, held: StageMemory, phase: Phase) -> list[Memory
 def micro_batch(job: Job) -> tuple[int, int | None]:
     """(positions of one forward, columns of the attention mask: None without one)."""
     budget, _ = micro_batch_tokens(job)
-    length = sequence_tokens(job)
-    if job.model.model_type in UNPACKED or (job.batch is not None and not job.batch.packing):
+    length, whole = sequence_tokens(job), step_positions(job)
+    if whole is not None:
+        budget = min(budget, whole)
+    if not _packs(job):
         return budget, None
     row = max(PACKED_ROW_TOKENS, 4 * length) if length is not None else budget
     return budget, min(row, budget)
+
+
+def step_positions(job: Job) -> int | None:
+    """Positions that one optimizer step runs through the model: where sequences are packed, samples of a prompt share
+    it; the last token of a sequence is not fed. None where the job does not say."""
+    batch, length = job.batch, sequence_tokens(job)
+    if batch is None or length is None or batch.response_tokens is None:
+        return None
+    prompts = -(-batch.num_prompts // batch.optimizer_steps)
+    if _packs(job):
+        return prompts * ((batch.prompt_tokens or 0) + batch.group_size * (batch.response_tokens - 1))
+    return prompts * batch.group_size * (length - 1)
+
+
+def _packs(job: Job) -> bool:
+    return job.model.model_type not in UNPACKED and (job.batch is None or job.batch.packing)
 
 
 def _training_moments(job: Job, held: StageMemory) -> list[list[MemoryItem]]:
@@ -109,7 +127,8 @@ def _training_moments(job: Job, held: StageMemory) -> list[list[MemoryItem]]:
     head = head_working_set(shape, tokens, _chunk(job), width=width, gradient=True)
     gradient, gathered = held.gradients, _gathered(job, gradient=True)
     # With one micro-batch the gradients of the layers are not there yet when the head's backward runs.
-    several = (num_micro_batches(job) or 2) > 1
+    whole = step_positions(job)
+    several = whole is None or whole > tokens
     early = gradient if several else 4 * shape.vocab * shape.hidden // _shards(job)
     # A tied embedding's gradient waits in the head's dtype until the embedding's own is there.
     tied = width * shape.vocab * shape.hidden if shape.tied_embeddings else 0
