@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.topology.catalogue import hardware, model_shape, read_catalogue
-from lockstep.topology.records import Batch, EngineLayout, Job, TrainLayout, TrainMemory
+from lockstep.topology.records import Batch, EngineLayout, Job, MegatronSwitches, TrainLayout, TrainMemory
 
 _JOB_FIELDS = ("nodes", "gpus_per_node", "colocated", "rollout_gpus", "fully_async", "pause_mode")
 
@@ -90,7 +90,7 @@ def _known(entry: Mapping[str, Any]) -> KnownLayout:
         name=entry["name"],
         model=model_shape(entry["model"]),
         hardware=hardware(entry["hardware"]),
-        train=TrainLayout(backend="megatron", **_tuples(entry["train"])),
+        train=_train(entry["train"]),
         memory=TrainMemory(**entry.get("memory", {})),
         engine=EngineLayout(**entry["engine"]) if "engine" in entry else None,
         batch=Batch(**entry["batch"]) if "batch" in entry else None,
@@ -109,5 +109,9 @@ def _known(entry: Mapping[str, Any]) -> KnownLayout:
     )
 
 
-def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+def _train(table: Mapping[str, Any]) -> TrainLayout:
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in table.items()
+    }
+    switches = MegatronSwitches(**settings.pop("switches", {}))
+    return TrainLayout(backend="megatron", switches=switches, **settings)

@@ -17,7 +17,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from lockstep.topology.records import TrainLayout
 
@@ -116,8 +115,9 @@ def starts(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] = ()) -> list[TrainLayout]:
-    """Every legal way to give the end stages' layers (or none), the one nearest to the layout's own split first.
-    ``allowed_starts``: layers on which a stage may begin, empty for any.
+    """Every legal way to give the end stages' layers (or none): the nearest to the layout's own split first, where
+    that gives none the most even one, with the smaller stage last. ``allowed_starts``: layers on which a stage may
+    begin, empty for any.
 
     Example: 43 layers, pp 4, nothing given: ``last_stage_layers`` 10 comes first.
     """
@@ -130,8 +130,8 @@ def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] =
         account_for_loss=False,
         switches=replace(layout.switches, pipeline_layout=None, layers_per_virtual_stage=None),
     )
-    wanted = _wanted(num_layers, layout)
-    found: list[tuple[Fraction, int, int, TrainLayout]] = []
+    wanted, scale = _wanted(num_layers, layout)
+    found: list[tuple[tuple[int, ...], TrainLayout]] = []
     for first, last in _end_sizes(num_layers, layout.pp):
         candidate = replace(bare, first_stage_layers=first, last_stage_layers=last)
         try:
@@ -141,9 +141,15 @@ def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] =
         if allowed_starts and not set(starts(counts)) <= set(allowed_starts):
             continue
         ranks = [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
-        distance = sum((abs(held - want) for held, want in zip(ranks, wanted, strict=True)), Fraction(0))
-        found.append((distance, max(ranks), (first is not None) + (last is not None), candidate))
-    return [candidate for *_, candidate in sorted(found, key=lambda entry: entry[:3])]
+        distance = sum(abs(held * scale - want) for held, want in zip(ranks, wanted, strict=True))
+        order = (distance, max(ranks)) if _is_given(layout) else (max(ranks), distance)
+        found.append(((*order, (first is not None) + (last is not None), ranks[-1]), candidate))
+    return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]
+
+
+def _is_given(layout: TrainLayout) -> bool:
+    """Whether a split was asked for."""
+    return bool(layout.stage_layers) or (layout.first_stage_layers, layout.last_stage_layers) != (None, None)
 
 
 def _end_sizes(num_layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
@@ -162,15 +168,17 @@ def _end_sizes(num_layers: int, pp: int) -> Iterator[tuple[int | None, int | Non
         yield from ((first, ends - first) for first in range(1, ends))
 
 
-def _wanted(num_layers: int, layout: TrainLayout) -> list[Fraction]:
-    """Layers of each rank as they were asked for; where nothing was, an even share of what is left."""
+def _wanted(num_layers: int, layout: TrainLayout) -> tuple[list[int], int]:
+    """Layers of each rank as they were asked for, where nothing was an even share of the rest; in units of one over
+    the second number, so that the shares are whole."""
     pp = layout.pp
     if len(layout.stage_layers) == pp:
-        return [Fraction(held) for held in layout.stage_layers]
+        return list(layout.stage_layers), 1
     given = {0: layout.first_stage_layers, pp - 1: layout.last_stage_layers}
     known = {rank: held for rank, held in given.items() if held is not None}
-    rest = Fraction(num_layers - sum(known.values()), max(1, pp - len(known)))
-    return [Fraction(known.get(rank, rest)) for rank in range(pp)]
+    scale = max(1, pp - len(known))
+    rest = num_layers - sum(known.values())
+    return [known[rank] * scale if rank in known else rest for rank in range(pp)], scale
 
 
 def _ends_given(num_layers: int, layout: TrainLayout) -> list[int]:

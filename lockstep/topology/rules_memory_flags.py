@@ -90,9 +90,10 @@ def precision_aware(job: Job) -> list[Changes]:
     knobs=(precision_aware, "memory.optimizer_offload_fraction"),
 )
 def optimizer_offload(job: Job) -> str | None:
-    """Keeping optimizer states in host memory needs the precision-aware optimizer."""
+    """Keeping optimizer states in host memory needs the precision-aware optimizer, where Megatron's own arguments are
+    validated: verl builds the optimizer without them."""
     fraction = job.memory.optimizer_offload_fraction
-    if fraction == 0 or job.memory.precision_aware_optimizer:
+    if fraction == 0 or job.memory.precision_aware_optimizer or train_of(job).switches.implementation == "verl":
         return None
     return f"optimizer_offload_fraction {fraction} without precision_aware_optimizer"
 

@@ -298,3 +298,24 @@ def hyper_connections(job: Job) -> str | None:
     }
     there = [text for text, present in obstacles.items() if present]
     return f"hyper-connections in upstream Megatron with {', '.join(there)}" if there else None
+
+
+def embedding_stage(job: Job) -> list[Changes]:
+    """Splits whose first stage holds the layers that route by token."""
+    need = job.model.hash_layers
+    return [changes for changes in stage_split(job) if (dict(changes).get("train.first_stage_layers") or need) >= need]
+
+
+@rule(
+    "hash-layers-stage",
+    severity="warning",
+    source="NVIDIA-NeMo/RL guide of DeepSeek-V4: Megatron asserts a layout that keeps them beside the embedding",
+    needs="megatron",
+    knobs=(embedding_stage, "train.pp"),
+)
+def hash_layers_stage(job: Job) -> str | None:
+    """Layers that route by token id lie on the first stage, where the tokens are."""
+    need, counts = job.model.hash_layers, counts_or_none(job)
+    if train_of(job).pp == 1 or not need or counts is None or counts[0] >= need:
+        return None
+    return f"the first stage holds {counts[0]} of {need} layers that route by token id"
