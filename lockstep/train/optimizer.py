@@ -17,6 +17,7 @@ import torch
 
 from lockstep.config.schema import TrainerConfig
 from lockstep.model.load import torch_dtype
+from lockstep.train.leaf_check import check_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class MasterOptimizer:
         self.masters = {name: _master(parameter, master_dtype) for name, parameter in parameters.items()}
         self.gradients: dict[str, torch.Tensor] = {}
         self._reported = False
+        check_leaves(self.masters)
         groups = [
             {"params": [m for m in self.masters.values() if m.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [m for m in self.masters.values() if m.ndim <= 1], "weight_decay": 0.0},

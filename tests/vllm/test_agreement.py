@@ -19,6 +19,8 @@ from lockstep.train.fsdp import FsdpTrainer
 from tests.contract.engine_contract import as_sequence, ragged_requests, run
 from tests.vllm.models import FAMILIES, greedy_tokens, registry, start_engine, tiny_model, tiny_trainer
 
+pytestmark = pytest.mark.lane("stage-a-vllm", hardware={"cpu": "cpu"}, minutes=1, owner="vllm", labels=["vllm"])
+
 BOUND = 1e-5
 Path = Literal["prefill", "decode"]
 

@@ -31,6 +31,10 @@ from tests.vllm.refits import (
     weights,
 )
 
+pytestmark = pytest.mark.lane(
+    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=1, owner="vllm", labels=["refit", "vllm"]
+)
+
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Any]:

@@ -24,6 +24,8 @@ from tests.contract.engine_contract import PROMPTS, as_sequence, make_request, r
 from tests.contract.test_engine import full_logprobs
 from tests.vllm.models import start_engine, tiny_model, tiny_trainer
 
+pytestmark = pytest.mark.lane("stage-a-vllm", hardware={"cpu": "cpu"}, minutes=0.5, owner="vllm", labels=["vllm"])
+
 MODEL_SEED = 1
 
 

@@ -35,6 +35,10 @@ import_vllm()
 
 from tests.vllm.fp8_kernel import torch_block_kernel  # noqa: E402 - vLLM reads its environment when it is imported
 
+pytestmark = pytest.mark.lane(
+    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=2, owner="vllm", labels=["refit", "vllm"]
+)
+
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 NEAR = 0.03
 """Mean difference of two bfloat16 programs on these weights, with room: 0.010 is seen. fp8 itself moves them by 0.1."""

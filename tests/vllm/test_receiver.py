@@ -27,6 +27,10 @@ from tests.vllm.refits import (
     weights,
 )
 
+pytestmark = pytest.mark.lane(
+    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=0.5, owner="vllm", labels=["refit", "vllm"]
+)
+
 FAMILY = "qwen3_moe"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"

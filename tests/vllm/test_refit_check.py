@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.lane(
+    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=2, owner="vllm", labels=["refit", "vllm"]
+)
+
 
 def check(*arguments: str) -> tuple[int, dict[str, Any]]:
     """In a process of its own: three engines and their memory end with it."""

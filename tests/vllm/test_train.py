@@ -13,6 +13,10 @@ import pytest
 
 from lockstep.metrics.sinks import read_jsonl
 
+pytestmark = pytest.mark.lane(
+    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=3, owner="training", labels=["training", "vllm"]
+)
+
 BOUND = 1e-5
 
 

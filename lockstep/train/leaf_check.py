@@ -1,0 +1,70 @@
+"""What a sharded optimizer is given must be leaves of autograd: checked by name, instead of patching a library for it.
+
+A shard that is cut as a view of a parameter that requires a gradient is no leaf. Which parameters are cut that way has
+depended on their dtype (NVIDIA/Megatron-LM#6212: only those kept in float32), so all-bfloat16 models never showed it,
+and torch's refusal names no parameter. ``python -m lockstep.train.leaf_check`` tries what torch on this machine shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+
+
+class LeafError(ValueError):
+    """Tensors that an optimizer can't train, by name."""
+
+
+def check_leaves(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``LeafError``, with all names, unless each tensor is a leaf, requires a gradient and is given once."""
+    problems: list[str] = []
+    seen: dict[int, str] = {}
+    for name, tensor in parameters.items():
+        if not tensor.requires_grad:
+            problems.append(f"{name} requires no gradient: it would never move")
+        elif not tensor.is_leaf:
+            made_by = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an operation"
+            problems.append(f"{name} is no leaf (made by {made_by}): cut the shard from parameter.detach()")
+        if id(tensor) in seen:
+            problems.append(f"{name} is the tensor {seen[id(tensor)]} again: it would be stepped twice")
+        seen.setdefault(id(tensor), name)
+    if problems:
+        raise LeafError("an optimizer can't train these parameters:\n" + "\n".join(f"  {one}" for one in problems))
+
+
+def sharded_parameters(device: str) -> dict[str, torch.Tensor]:
+    """Parameters of a small model with both dtypes after torch's ``fully_shard`` over a group of this one process."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16), torch.nn.LayerNorm(8)).to(device)
+        mesh = init_device_mesh(device, (1,))
+        for module in model:
+            fully_shard(module, mesh=mesh)
+        return dict(model.named_parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Check what torch shards here, on a GPU if there is one; exits 1 with the names of what is no leaf."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parameters = sharded_parameters(device)
+    try:
+        check_leaves(parameters)
+    except LeafError as error:
+        sys.exit(str(error))
+    dtypes = sorted({str(tensor.dtype) for tensor in parameters.values()})
+    print(
+        f"{len(parameters)} sharded parameters on {device} are leaves ({', '.join(dtypes)}; torch {torch.__version__})"
+    )
+
+
+if __name__ == "__main__":
+    main()
