@@ -11,19 +11,28 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lockstep import __version__
 from lockstep.cli_lanes import lanes_app
 from lockstep.cli_parity import demo_app, parity_app
+from lockstep.cli_plan import EPILOG as PLAN_EPILOG
+from lockstep.cli_plan import plan
 from lockstep.cli_prepare import EPILOG, prepare
+from lockstep.cli_recipes import (
+    HardwareOption,
+    JsonOption,
+    NodesOption,
+    RecipeArgument,
+    SetOption,
+    UnverifiedOption,
+    VariantOption,
+    load_chosen,
+    recipes_app,
+)
 from lockstep.cli_refit import refit_app
-from lockstep.config.errors import ConfigError, Violation
-
-if TYPE_CHECKING:
-    from lockstep.config.load import ResolvedConfig
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
@@ -55,20 +64,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes_app = typer.Typer(help="The catalogue of recipes.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(parity_app, name="parity")
 app.add_typer(demo_app, name="demo")
 app.add_typer(refit_app, name="refit")
 app.add_typer(lanes_app, name="lanes")
 app.command(epilog=EPILOG)(prepare)
+app.command(epilog=PLAN_EPILOG)(plan)
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting (TOML value, else text). Repeatable."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 RunDirArgument = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", exists=True, file_okay=False, help="The folder of a run.")
 ]
@@ -126,6 +129,10 @@ def doctor(as_json: JsonOption = False) -> None:
 def train(
     recipe: RecipeArgument,
     overrides: SetOption = None,
+    hardware: HardwareOption = None,
+    nodes: NodesOption = None,
+    variants: VariantOption = None,
+    unverified: UnverifiedOption = False,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; resumed if it exists.")
     ] = None,
@@ -137,7 +144,10 @@ def train(
 
     Ctrl-C finishes the step, saves and says how to resume; a second one stops at once.
     """
-    resolved = _load(recipe, overrides)
+    resolved = load_chosen(recipe, overrides, hardware, nodes, variants, unverified)
+    from lockstep.driver.runnable import refuse_to_run
+
+    refuse_to_run(resolved.config)
     from lockstep.driver.environment import launched
 
     with launched(resolved.config):  # before torch is imported, because some variables are read then
@@ -170,86 +180,6 @@ def export(
     print(write(run_dir, out, step))
     if not (out / "tokenizer_config.json").exists():
         print("no tokenizer was written: that of a random model has no Hugging Face format", file=sys.stderr)
-
-
-@recipes_app.command("list", epilog="Example:  lockstep recipes list")
-def list_recipes(as_json: JsonOption = False) -> None:
-    """List all recipes."""
-    from lockstep.recipes import find_recipe, recipe_names
-
-    described = {name: find_recipe(name).description for name in recipe_names()}
-    if as_json:
-        print(json.dumps(described, indent=2))
-        return
-    width = max((len(name) for name in described), default=0)
-    for name, description in described.items():
-        print(f"{name:{width}}  {description}")
-
-
-@recipes_app.command(
-    epilog="Examples:  lockstep recipes show quickstart > my.toml   |   lockstep recipes show quickstart --json"
-)
-def show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
-    """Print the resolved configuration: every key, its value and where the value came from."""
-    from lockstep.config.load import dump_resolved
-    from lockstep.config.secrets import shown_config
-
-    resolved = _load(recipe, overrides)
-    if as_json:
-        config = shown_config(resolved.config.model_dump(mode="json"))
-        print(json.dumps({"config": config, "origins": resolved.origins}, indent=2))
-    else:
-        print(dump_resolved(resolved), end="")
-
-
-@recipes_app.command(epilog="Example:  lockstep recipes diff quickstart my.toml")
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A recipe's name or a TOML file.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Print the keys in which two recipes differ, with both values."""
-    from lockstep.config.load import flatten
-
-    sides = [flatten(_load(name, None).config) for name in (first, second)]
-    keys = [key for key in sides[0] | sides[1] if sides[0].get(key, _ABSENT) != sides[1].get(key, _ABSENT)]
-    if as_json:
-        print(json.dumps({key: [side.get(key) for side in sides] for key in keys}, indent=2))
-        return
-    for key in keys:
-        print(key)
-        for name, side in zip((first, second), sides, strict=True):
-            print(f"  {name}: {json.dumps(side[key]) if key in side else '(no such key)'}")
-
-
-_ABSENT = object()
-
-
-@recipes_app.command("check", epilog="Example:  lockstep recipes check --json")
-def check_recipes(as_json: JsonOption = False) -> None:
-    """Load every recipe and run all checks. Exits 1 if one is refused."""
-    from lockstep.recipes import load_recipe, recipe_names
-
-    problems: dict[str, list[Violation]] = {}
-    for name in recipe_names():
-        try:
-            load_recipe(name)
-            problems[name] = []
-        except ConfigError as error:
-            problems[name] = list(error.violations)
-    if as_json:
-        print(json.dumps({name: [v.text() for v in found] for name, found in problems.items()}, indent=2))
-    else:
-        for name, found in problems.items():
-            print("\n\n".join([f"{name}: {'refused' if found else 'ok'}", *(v.text() for v in found)]))
-    if not problems or any(problems.values()):
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _load(recipe: str, overrides: list[str] | None) -> ResolvedConfig:
-    from lockstep.recipes import load_recipe
-
-    return load_recipe(recipe, overrides or ())
 
 
 if __name__ == "__main__":

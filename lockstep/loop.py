@@ -43,6 +43,7 @@ from lockstep.driver.rows import (
     time_metrics,
     unscored_counts,
 )
+from lockstep.driver.runnable import refuse_to_run
 from lockstep.driver.scoring import ModelScores, optimizer_parts, score_models, self_agreement
 from lockstep.hardware.cpu import return_freed_memory
 from lockstep.metrics.checkpoints import CheckpointError
@@ -257,6 +258,7 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
     """Run a configuration, or resume the run in ``run_dir``. Returns the exit code: 0 done, 1 stopped by the gate,
     130 interrupted. Raises ConfigError, RunFolderError, TaskError and the like before anything is lost.
     """
+    refuse_to_run(resolved.config)
     console = Console(as_json=as_json)
     with launched(resolved.config) as launch:
         return train_launched(resolved, run_dir, console, launch)
@@ -316,7 +318,7 @@ def start(parts: Parts, opened: Opened, console: Console) -> None:
 def file_reads(folder: RunFolder, launch: Launch, parts: Parts) -> None:
     """Write the ledger again with the variables that were looked up while everything was built and first used."""
     launch.engine_reads = engine_reads(parts.engine)
-    folder.write_environment(environment())
+    folder.write_environment(environment(parts.config))
 
 
 def save_finished(parts: Parts, opened: Opened, console: Console) -> str:

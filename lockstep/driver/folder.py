@@ -15,6 +15,7 @@ from lockstep.driver.environment import current_launch, shown_command
 from lockstep.driver.inputs import changed_inputs, fingerprints
 from lockstep.driver.progress import FILE as PROGRESS_FILE
 from lockstep.driver.progress import Progress
+from lockstep.driver.runnable import layout_facts
 from lockstep.metrics.run_folder import CONFIG, RunFolder
 from lockstep.spans import span
 
@@ -50,7 +51,7 @@ def open_run(resolved: ResolvedConfig, run_dir: Path) -> Opened:
         began = latest is not None or bool(folder.metrics())
         if not began or _changed_keys(resolved, run_dir):  # a run that never began may be anything
             folder.write_config(dump_resolved(resolved))
-        folder.write_environment(environment())
+        folder.write_environment(environment(resolved.config))
         inputs = fingerprints(resolved.config)
         if latest is None:
             folder.rewind(-1)
@@ -104,13 +105,20 @@ def no_recipe(name: str) -> RunConfig:
     raise ValueError(f"a resolved configuration extends nothing, this one extends {name!r}")
 
 
-def environment() -> dict[str, object]:
-    """Versions, hardware and the ledger of variables for ``environment.json``. Holds no secret."""
+def environment(config: RunConfig) -> dict[str, object]:
+    """Versions, hardware, the ledger of variables and the layout's evidence for ``environment.json``. Holds no
+    secret."""
     from lockstep.hardware.profile import detect
 
     launch = current_launch()
     variables = {} if launch is None else {"variables": launch.as_dict()}
-    return {"command": shown_command(launch), "pid": os.getpid(), "profile": asdict(detect()), **variables}
+    return {
+        "command": shown_command(launch),
+        "pid": os.getpid(),
+        "profile": asdict(detect()),
+        "layout": layout_facts(config),
+        **variables,
+    }
 
 
 def save_checkpoint(folder: RunFolder, parts: Parts, progress: Progress) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.process_checks import IN_BUCKETS, chosen_transport
 from lockstep.config.schema import Dtype, GgufModel, ModelSource, PathModel, RandomModel, RunConfig
 from lockstep.topology.catalogue import hardware, model_shape
 from lockstep.topology.records import (
@@ -48,7 +49,7 @@ def job_of(config: RunConfig) -> Job:
         rollout_gpus=cluster.rollout_gpus,
         routing_replay=config.trainer.routing_replay,
         indexer_replay=config.trainer.megatron.indexer_replay,
-        refit_bucket_bytes=config.refit.bucket_bytes,
+        refit_bucket_bytes=config.refit.bucket_bytes if chosen_transport(config) in IN_BUCKETS else None,
         environment=environment_of(config),
     )
 
@@ -167,6 +168,7 @@ def engine_layout(config: RunConfig) -> EngineLayout:
         moe_a2a=layout.moe_a2a,
         memory_fraction=layout.memory_fraction,
         kv_cache_dtype=short(rollout.dtype) if rollout.engine == "torch" else layout.kv_cache_dtype,
+        weight_dtype=short(rollout.dtype),
         quantisation=rollout.quantisation,
         max_running_requests=rollout.num_slots,
         max_total_tokens=layout.max_total_tokens,
@@ -212,7 +214,4 @@ def batch(config: RunConfig) -> Batch:
 
 def environment_of(config: RunConfig) -> dict[str, dict[str, str]]:
     """The variables that the recipe sets, by process."""
-    section = getattr(config, "environment", None)
-    if section is None:
-        return {}
-    return {name: dict(getattr(section, name)) for name in ("trainer", "engine")}
+    return {"trainer": dict(config.environment.trainer), "engine": dict(config.environment.engine)}

@@ -13,7 +13,6 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import RunConfig
 from lockstep.driver.jobs import job_of
 from lockstep.topology.evidence import KnownLayout, find_evidence
-from lockstep.topology.records import Job
 
 PLAN = "`lockstep plan` judges it and prints its arguments for the programs that run it today"
 
@@ -57,18 +56,21 @@ def needs_evidence(config: RunConfig) -> bool:
     return cluster.hardware is not None or cluster.nodes * cluster.gpus_per_node > 1
 
 
-def refuse_to_run(config: RunConfig) -> dict[str, Any]:
-    """What the run folder keeps about the layout. Raises ``ConfigError`` with everything that Lockstep can't run, and
-    for a layout without evidence unless ``cluster.unverified`` allows it."""
+def refuse_to_run(config: RunConfig) -> None:
+    """Raises ``ConfigError`` with everything that Lockstep can't run, or for a layout without evidence unless
+    ``cluster.unverified`` allows it."""
     problems = not_runnable(config)
-    known: KnownLayout | None = None
-    if needs_evidence(config) and not problems:
+    if needs_evidence(config) and not problems and not config.cluster.unverified:
         known = find_evidence(job_of(config))
-        if not config.cluster.unverified and (known is None or not known.verified):
+        if known is None or not known.verified:
             problems.append(_unverified(config, known))
     if problems:
         raise ConfigError(f"{config.name} can't run here", problems)
-    return layout_record(config, known)
+
+
+def layout_facts(config: RunConfig) -> dict[str, Any]:
+    """What the run folder keeps about the layout and its evidence."""
+    return layout_record(config, find_evidence(job_of(config)) if needs_evidence(config) else None)
 
 
 def layout_record(config: RunConfig, known: KnownLayout | None) -> dict[str, Any]:
@@ -94,8 +96,3 @@ def _unverified(config: RunConfig, known: KnownLayout | None) -> Violation:
         "run it with --unverified, which the run folder records, or take a layout of `lockstep recipes list`",
         ("cluster.hardware", "cluster.nodes", "cluster.gpus_per_node"),
     )
-
-
-def evidence_of(job: Job) -> KnownLayout | None:
-    """The public layout that a job repeats, verified ones first."""
-    return find_evidence(job)

@@ -1,0 +1,87 @@
+"""``lockstep plan``: whether a recipe, or another project's launch command, would run on hardware that isn't here.
+
+Exit codes: 0 it keeps every rule and fits, 1 it does not, 2 bad usage or configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli_recipes import (
+    HardwareOption,
+    JsonOption,
+    NodesOption,
+    SetOption,
+    UnverifiedOption,
+    VariantOption,
+    load_chosen,
+)
+
+EPILOG = (
+    "Examples:  lockstep plan deepseek-v4-flash --hardware h200   |   "
+    "lockstep plan qwen3-30b-a3b --hardware h100 --nodes 2 --suggest   |   lockstep plan --from run.sh"
+)
+
+
+def plan(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name or a TOML file.")] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A launch command of Megatron, miles or slime, verl, vLLM or SGLang instead of a recipe.",
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    hardware: HardwareOption = None,
+    nodes: NodesOption = None,
+    variants: VariantOption = None,
+    unverified: UnverifiedOption = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="List other legal layouts, the planner's best first.")
+    ] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Print where each argument is defined.")] = False,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--set-variable", metavar="NAME=VALUE", help="With --from: a shell variable. Repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge a layout without its hardware: rules with repairs, memory by phase, variables, arguments.
+
+    Exits 1 on any violation.
+    """
+    if (recipe is None) == (script is None):
+        raise typer.BadParameter("give a recipe, or --from FILE", param_hint="RECIPE or --from")
+    if script is not None:
+        for name, given in (
+            ("--set", overrides),
+            ("--variant", variants),
+            ("--suggest", suggest),
+            ("--sources", sources),
+        ):
+            if given:
+                raise typer.BadParameter("does not go with --from", param_hint=name)
+        raise typer.Exit(_plan_script(script, hardware, nodes, variables or [], as_json=as_json))
+    if variables:
+        raise typer.BadParameter("goes with --from", param_hint="--set-variable")
+    assert recipe is not None
+    resolved = load_chosen(recipe, overrides, hardware, nodes, variants, unverified)
+    from lockstep.driver.plan_commands import plan as run
+
+    raise typer.Exit(run(resolved, with_suggestions=suggest, sources=sources, as_json=as_json))
+
+
+def _plan_script(script: Path, hardware: str | None, nodes: int | None, variables: list[str], *, as_json: bool) -> int:
+    from lockstep.driver.launch_commands import plan_launch
+
+    report = plan_launch(script, hardware=hardware, nodes=nodes, variables=variables)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report.text())
+    return report.exit_code
