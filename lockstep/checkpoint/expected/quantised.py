@@ -14,7 +14,7 @@ all others must follow it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.checkpoint.errors import Problem, shown
@@ -54,7 +54,7 @@ class Scheme:
     scale_suffix: str = ".weight_scale_inv"
     fp8_scale_dtype: str = "F32"
     packed_dtype: str = "I8"
-    excluded: tuple[str, ...] = ()
+    excluded: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -73,7 +73,12 @@ class Scheme:
         return self.experts if tensor.role == "expert" else self.linears
 
     def _is_excluded(self, module: str) -> bool:
-        return any(module == name or module.startswith(f"{name}.") for name in self.excluded)
+        """Whether the module, or one that it lies in, is listed: GLM-5.2-FP8 lists 541."""
+        while self.excluded and module:
+            if module in self.excluded:
+                return True
+            module = module.rpartition(".")[0]
+        return False
 
 
 def read_scheme(
@@ -104,18 +109,16 @@ def read_scheme(
         code_dtype=_CODES[fmt],
         block=_block(section),
         scale_suffix=suffix,
-        excluded=_names(section, "modules_to_not_convert") + _names(section, "ignored_layers"),
+        excluded=frozenset(_names(section, "modules_to_not_convert") + _names(section, "ignored_layers")),
     )
     if section.config.get("scale_fmt") not in (None, "ue8m0"):
         section.refuse("scale_fmt", f"{shown(section.config['scale_fmt'])} is not known here; ue8m0 is")
-    scales = [scale_name(scheme, name) for name, tensor in expected.items() if scheme.form(tensor) == "fp8"]
-    packed = [name for name, tensor in expected.items() if scheme.form(tensor) == "fp4"]
-    return Scheme(
-        **{
-            **{field: getattr(scheme, field) for field in Scheme.__dataclass_fields__},
-            "fp8_scale_dtype": _first_dtype(scales, tensors, ("F32", "F8_E8M0")),
-            "packed_dtype": _first_dtype(packed, tensors, ("I8", "U8")),
-        }
+    scales = (scale_name(scheme, name) for name, tensor in expected.items() if scheme.form(tensor) == "fp8")
+    packed = (name for name, tensor in expected.items() if scheme.form(tensor) == "fp4")
+    return replace(
+        scheme,
+        fp8_scale_dtype=_first_dtype(scales, tensors, ("F32", "F8_E8M0")),
+        packed_dtype=_first_dtype(packed, tensors, ("I8", "U8")),
     )
 
 
