@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.environment.processes import applied, child_environment, resolve_s
 from lockstep.environment.readers import Package, installed_package
 from lockstep.environment.recorded import Reads, recorded_reads
 from lockstep.environment.secrets import SecretFilter, mask_arguments, secret_values
-from lockstep.hardware.visibility import platform_here, visibility_problems
+from lockstep.hardware.visibility import Platform, platform_here, visibility_problems
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def examine(config: RunConfig, shell: Mapping[str, str]) -> Ledger:
     return ledger
 
 
-def platform_of(config: RunConfig) -> Any:
+def platform_of(config: RunConfig) -> Platform:
     """The platform that the run is for: "cuda", "rocm" or "cpu"."""
     return "cpu" if config.device == "cpu" else platform_here()
 
@@ -147,7 +147,12 @@ def _excluded(config: RunConfig, shell: Mapping[str, str]) -> list[Violation]:
     return [Violation("refit.transport", message, way_out)]
 
 
-def _finder(config: RunConfig) -> Any:
+def engine_package(config: RunConfig, name: str) -> Package | None:
+    """A package of the rollout engine, where the engine will run."""
+    return _finder(config)(name)
+
+
+def _finder(config: RunConfig) -> Callable[[str], Package | None]:
     """Where a reader is: the engine's packages in the engine's environment, if it has one of its own."""
     python = config.rollout.python
     if config.rollout.process == "inline" or python is None:

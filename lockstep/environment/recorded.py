@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class Reads:
 
 
 def _caller() -> str:
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") in _SKIPPED:
         frame = frame.f_back
     module = frame.f_globals.get("__name__", "") if frame is not None else ""
@@ -47,27 +47,39 @@ def _caller() -> str:
 _recording: list[Reads] = []
 
 
+_copies: list[tuple[int, int]] = []
+"""Where a copy of the whole is being made: the frame and its instruction that asked for all keys, the last one only."""
+
+
 class _Recording(os._Environ):  # pyright: ignore[reportMissingTypeArgument]
-    """``os.environ`` while somebody records. Copies of the whole (``dict(os.environ)``) are no reads."""
+    """``os.environ`` while somebody records. A copy of the whole (``dict(os.environ)``) is no lookup: it asks for the
+    keys and then for each value, from one instruction."""
 
     def __getitem__(self, key: Any) -> Any:
-        for reads in _recording:
-            reads.note(key)
+        frame = sys._getframe(1)
+        if (id(frame), frame.f_lasti) not in _copies:
+            _note(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        for reads in _recording:
-            reads.note(key)
+        _note(key)
         return super().__contains__(key)
 
-    def items(self) -> Any:
-        return {key: super(_Recording, self).__getitem__(key) for key in self}.items()
-
-    def copy(self) -> dict[Any, Any]:
-        return dict(self.items())
-
     def keys(self) -> Any:
-        return list(self)
+        frame = sys._getframe(1)
+        _copies[:] = [(id(frame), frame.f_lasti)]
+        return super().keys()
+
+    def items(self) -> Any:
+        return dict(self).items()
+
+    def values(self) -> Any:
+        return dict(self).values()
+
+
+def _note(key: object) -> None:
+    for reads in _recording:
+        reads.note(key)
 
 
 @contextmanager
@@ -85,8 +97,3 @@ def recorded_reads() -> Iterator[Reads]:
         _recording.remove(reads)
         if not _recording:
             environment.__class__ = os._Environ
-
-
-def packages_of(reads: Mapping[str, list[str]], name: str) -> list[str]:
-    """Who read a name, empty if nobody did."""
-    return reads.get(name, [])

