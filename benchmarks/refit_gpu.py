@@ -230,6 +230,7 @@ def silent_push(engine: Any, model: Any, weights: Any) -> dict[str, Any]:
         refusal = str(error)[:600]
     push_plainly(engine.llm, whole_tensors(weights))  # returns as after a success
     engine.refit_committed(weights.manifest().version)
+    engine.refit_over()
     with holding(model, weights):
         expected = module_scores(model, probes.sequences)
     served = engine.score(probes.sequences, "prefill")

@@ -128,7 +128,12 @@ class WeightReceiver(Protocol):
         ...
 
     def commit(self) -> tuple[DerivedReport, ...]:
-        """Rebuild derived state, drop caches, serve the new version. Reports what each registry entry changed."""
+        """Rebuild derived state, drop caches, take up the new version: it may be scored and looked at, and no request is
+        admitted yet. Reports what each registry entry changed."""
+        ...
+
+    def resume(self) -> None:
+        """Admit requests again, once the refit's claims were checked."""
         ...
 
     def abort(self, reason: str) -> None: ...

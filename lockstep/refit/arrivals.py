@@ -6,7 +6,6 @@ two; it is checked whole before its first tensor is loaded. Buckets come in orde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,6 @@ class _Transfer:
 
     plan: tuple[Bucket, ...]
     take: Take
-    keep: bool  # whether the sender keeps its buffers for the next transfer
     digests: list[str] = field(default_factory=list)
 
 
@@ -41,7 +39,6 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._transfer: _Transfer | None = None
-        self._buffers: dict[str, torch.Tensor] = {}  # the sender's, by description: it may keep them
 
     def handle(self, message: dict[str, Any], receiver: WeightReceiver, manifest: Manifest) -> dict[str, Any]:
         """Take one message of a sender. Raises TransferError by name for whatever is not as announced."""
@@ -59,7 +56,6 @@ class Arrivals:
     def close(self) -> None:
         """Let go of the sender's memory."""
         self._transfer = None
-        self._buffers = {}
 
     def _open(self, message: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
         if self._transfer is not None:
@@ -68,21 +64,11 @@ class Arrivals:
         if message["transport"] == "disk":
             take: Take = FolderReader(Path(message["path"]), manifest, plan, transfer_id)
         else:
-            take = _MemoryReader(self._attached(message), transfer_id, manifest.version)
-        self._transfer = _Transfer(plan, take, keep=bool(message.get("keep")))
+            attach = _ATTACH[message["transport"]]
+            buffers = [attach(described) for described in message["buffers"]]
+            take = _MemoryReader(buffers, transfer_id, manifest.version)
+        self._transfer = _Transfer(plan, take)
         return {}
-
-    def _attached(self, message: dict[str, Any]) -> list[torch.Tensor]:
-        """The sender's buffers: those of its last transfer where it kept them, else opened anew."""
-        attach, before = _ATTACH[message["transport"]], self._buffers
-        keys = [json.dumps(described, sort_keys=True) for described in message["buffers"]]
-        self._buffers = {}  # what the sender gave back is let go of before more is opened
-        before = {key: before[key] for key in keys if key in before}
-        self._buffers = {
-            key: before[key] if key in before else attach(described)
-            for key, described in zip(keys, message["buffers"], strict=True)
-        }
-        return [self._buffers[key] for key in keys]
 
     def _load(self, transfer: _Transfer, message: dict[str, Any], receiver: WeightReceiver) -> dict[str, Any]:
         number, due, count = message["number"], len(transfer.digests), len(transfer.plan)
@@ -100,8 +86,6 @@ class Arrivals:
 
     def _finish(self, transfer: _Transfer) -> dict[str, Any]:
         self._transfer = None
-        if not transfer.keep:
-            self._buffers = {}
         if len(transfer.digests) != len(transfer.plan):
             raise TransferError(f"the transfer ended after {len(transfer.digests)} of {len(transfer.plan)} buckets")
         return {"digest": fold(transfer.digests), "num_buckets": len(transfer.digests)}

@@ -37,6 +37,8 @@ _ROW_WORDS = 512
 _ROW_BYTES = _ROW_WORDS * 8
 _BLOCK_ROWS = 128
 """Rows summed at once: half a megabyte, which stays in a core's cache between the two sums."""
+_PIECE_BYTES = 256 << 10
+"""What is copied at once and then summed, while it is still in the cache."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -135,19 +137,26 @@ class Filler:
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = iter(tensors)
 
-    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Copy the bucket's tensors into ``buffer``; what lies between them becomes zero."""
-        end = 0
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> RowSums:
+        """Copy the bucket's tensors into ``buffer``; what lies between them becomes zero. Returns the sums that its
+        digest is made of: taken on the way, they cost no second pass through memory."""
+        end, sums = 0, RowSums(bucket.num_bytes)
         for slot in bucket.slots:
             tensor = self._next(slot.spec)
             buffer[end : slot.offset] = 0
             end = slot.offset + slot.num_bytes
             if tensor.is_contiguous():
                 # As bytes: float8 and e8m0 have no copy kernel everywhere.
-                buffer[slot.offset : end].copy_(tensor.reshape(-1).view(torch.uint8))
+                data = tensor.reshape(-1).view(torch.uint8)
+                step = slot.num_bytes if buffer.is_cuda or data.is_cuda else _PIECE_BYTES
+                for start in range(0, slot.num_bytes, step):
+                    stop = min(start + step, slot.num_bytes)
+                    buffer[slot.offset + start : slot.offset + stop].copy_(data[start:stop])
+                    sums.take(buffer, slot.offset + stop)
             else:
                 slot.view(buffer).copy_(tensor)
         buffer[end : bucket.num_bytes] = 0
+        return sums
 
     def _next(self, spec: TensorSpec) -> torch.Tensor:
         name, tensor = next(self._tensors, (None, None))
@@ -172,9 +181,10 @@ class Filler:
 # --- trailers and digests ---------------------------------------------------------------------------------------------
 
 
-def seal(bucket: Bucket, buffer: torch.Tensor, *, transfer: int, version: int) -> str:
-    """Write the trailer behind the bucket's bytes. Returns the digest."""
-    words = _digest(buffer[: bucket.num_bytes], transfer, version, bucket.number)
+def seal(bucket: Bucket, buffer: torch.Tensor, *, transfer: int, version: int, sums: RowSums | None = None) -> str:
+    """Write the trailer behind the bucket's bytes. Returns the digest. ``sums``: what ``Filler.fill`` returned of these
+    very bytes."""
+    words = _digest(buffer[: bucket.num_bytes], transfer, version, bucket.number, sums)
     packed = _TRAILER.pack(_MAGIC, transfer, version, bucket.number, bucket.num_bytes, *words)
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     buffer[bucket.num_bytes : bucket.num_bytes + TRAILER_BYTES].copy_(data)
@@ -215,9 +225,43 @@ def fold(digests: Iterable[str]) -> str:
     return _text((int(state[0]), int(state[1])))
 
 
-def _digest(data: torch.Tensor, transfer: int, version: int, number: int) -> tuple[int, int]:
+class RowSums:
+    """Sums of the rows and of the columns of a buffer's 64-bit words, modulo 2⁶⁴, taken piece by piece."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._rows = np.empty(num_bytes // _ROW_BYTES, np.uint64)
+        self._columns = np.zeros(_ROW_WORDS, np.uint64)
+        self._num_done = 0
+
+    def take(self, buffer: torch.Tensor, end: int) -> None:
+        """Take the whole rows before byte ``end`` that were not taken yet: they must not change any more. Few rows wait
+        for more of them, and so does everything on a GPU."""
+        first, last = self._num_done, end // _ROW_BYTES
+        if last - first >= _PIECE_BYTES // _ROW_BYTES and not buffer.is_cuda:
+            self._take(buffer, first, last)
+
+    def of(self, data: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The sums over all of ``data`` (flat uint8, as long as was said), of which some may have been taken."""
+        if data.device.type != "cpu":
+            # Integer sums do not depend on their order: a GPU's are the same.
+            words = data.view(torch.int64).view(-1, _ROW_WORDS)
+            return words.sum(1).cpu().numpy().view(np.uint64), words.sum(0).cpu().numpy().view(np.uint64)
+        for first in range(self._num_done, len(self._rows), _BLOCK_ROWS):
+            self._take(data, first, min(first + _BLOCK_ROWS, len(self._rows)))
+        return self._rows, self._columns
+
+    def _take(self, buffer: torch.Tensor, first: int, last: int) -> None:
+        part = buffer[first * _ROW_BYTES : last * _ROW_BYTES].numpy().view(np.uint64).reshape(-1, _ROW_WORDS)
+        np.add.reduce(part, axis=1, out=self._rows[first:last])
+        self._columns += np.add.reduce(part, axis=0)
+        self._num_done = last
+
+
+def _digest(
+    data: torch.Tensor, transfer: int, version: int, number: int, sums: RowSums | None = None
+) -> tuple[int, int]:
     """Two words over ``data`` (flat uint8, a multiple of a row long)."""
-    rows, columns = _sums(data.view(torch.int64).view(-1, _ROW_WORDS))
+    rows, columns = (sums or RowSums(len(data))).of(data)
     key = np.zeros(1, np.uint64)
     for part in (transfer, version, number, len(data)):
         key = _mix(key + _GOLDEN + np.array([part], np.int64).view(np.uint64))
@@ -226,20 +270,6 @@ def _digest(data: torch.Tensor, transfer: int, version: int, number: int) -> tup
     places = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * _GOLDEN
     second = np.sum(_mix(columns ^ _mix(places ^ ~key)), dtype=np.uint64)
     return int(first), int(second)
-
-
-def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the rows and of the columns, modulo 2⁶⁴."""
-    if words.device.type != "cpu":
-        # Integer sums do not depend on their order: a GPU's are the same.
-        return words.sum(1).cpu().numpy().view(np.uint64), words.sum(0).cpu().numpy().view(np.uint64)
-    matrix = words.numpy().view(np.uint64)
-    rows, columns = np.empty(len(matrix), np.uint64), np.zeros(_ROW_WORDS, np.uint64)
-    for start in range(0, len(matrix), _BLOCK_ROWS):
-        block = matrix[start : start + _BLOCK_ROWS]
-        np.add.reduce(block, axis=1, out=rows[start : start + _BLOCK_ROWS])
-        columns += np.add.reduce(block, axis=0)
-    return rows, columns
 
 
 def _mix(words: np.ndarray) -> np.ndarray:

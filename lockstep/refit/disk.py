@@ -112,8 +112,8 @@ def _write_buckets(
     filler = Filler(whole_tensors(source))
     digests: list[str] = []
     for bucket in plan:
-        filler.fill(bucket, buffer)
-        digests.append(seal(bucket, buffer, transfer=transfer_id, version=manifest.version))
+        sums = filler.fill(bucket, buffer)
+        digests.append(seal(bucket, buffer, transfer=transfer_id, version=manifest.version, sums=sums))
         with _writing(folder):
             save_file({slot.spec.name: travelling(slot, buffer) for slot in bucket.slots}, bucket_file(folder, bucket))
     filler.finish()

@@ -72,14 +72,14 @@ class BucketTransport:
                 "transfer": transfer_id,
                 "bucket_bytes": self._bucket_bytes,
                 "buffers": [buffer.describe() for buffer in buffers],
-                "keep": capacity <= KEPT_BYTES,
             })  # fmt: skip
             filler = Filler(whole_tensors(source))
             for bucket in plan:
                 talk.make_room()
                 index = bucket.number % IN_FLIGHT
-                filler.fill(bucket, buffers[index].tensor)
-                digest = seal(bucket, buffers[index].tensor, transfer=transfer_id, version=manifest.version)
+                tensor = buffers[index].tensor
+                sums = filler.fill(bucket, tensor)
+                digest = seal(bucket, tensor, transfer=transfer_id, version=manifest.version, sums=sums)
                 talk.send(bucket.number, digest, {"buffer": index})
             filler.finish()
             claim = talk.close()

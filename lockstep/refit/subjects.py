@@ -71,6 +71,7 @@ class _TorchSubject:
         self._model.load_state_dict(tensors, strict=False)
         self.engine.decoder.refresh()
         self.engine.refit_committed(version)
+        self.engine.refit_over()
 
     def outputs(self, tokens: np.ndarray) -> Outputs:
         with (

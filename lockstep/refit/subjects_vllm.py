@@ -36,6 +36,7 @@ class VllmSubject:
         """transformers' module names into vLLM's reload, which reports success."""
         push_plainly(self.engine.llm, whole_tensors(source))
         self.engine.refit_committed(source.manifest().version)
+        self.engine.refit_over()
 
     def outputs(self, tokens: np.ndarray) -> Outputs:
         """By one prefill, past the engine's own queue: a refused refit leaves the engine unfit, and is looked into."""

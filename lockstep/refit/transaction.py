@@ -70,8 +70,9 @@ def run_refit(
     """Give an engine the trainer's weights.
 
     Raises RefitError with the cause. If the manifest is refused, the engine is as it was; if a later phase fails or a
-    checked claim does not hold, it serves nothing until a refit commits. Without ``verify`` the claims are recorded as
-    not checked. ``behaves`` scores probes on both sides after the commit; None leaves that claim to the gate.
+    checked claim does not hold, it serves nothing until a refit commits. Requests are admitted again when the claims
+    were checked, not before. Without ``verify`` the claims are recorded as not checked. ``behaves`` scores probes on
+    both sides after the commit; None leaves that claim to the gate.
     """
     try:
         source = named_for(source, receiver.naming)
@@ -116,6 +117,11 @@ def run_refit(
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
         receiver.abort(reason)
         raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}", receipt)
+    try:
+        receiver.resume()
+    except Exception as error:
+        receiver.abort(f"{type(error).__name__}: {error}")
+        raise RefitError(f"refit to version {manifest.version} could not be resumed from: {error}", receipt) from error
     return receipt
 
 

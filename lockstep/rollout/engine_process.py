@@ -179,6 +179,10 @@ class EngineServer:
             self._end_refit()
             return messages.plain(reports, []), []
 
+    def _resume_refit(self, _frame: Frame) -> Answer:
+        self._receiver.resume()
+        return None, []
+
     def _abort_refit(self, frame: Frame) -> Answer:
         self._end_refit()
         self._receiver.abort(frame.header["reason"])
@@ -261,6 +265,7 @@ _OPERATIONS: dict[str, Callable[[EngineServer, Frame], Answer]] = {
     "hand_over": EngineServer._hand_over,
     "receive": EngineServer._receive,
     "commit": EngineServer._commit,
+    "resume_refit": EngineServer._resume_refit,
     "abort_refit": EngineServer._abort_refit,
     "live_start": EngineServer._live_start,
     "live_next": EngineServer._live_next,

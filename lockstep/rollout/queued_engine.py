@@ -81,7 +81,7 @@ class QueuedEngine:
         self._context = context
         self._stop_token_ids = stop_token_ids
         self._requests: dict[str, Running] = {}
-        self._pauses: set[Literal["caller", "refit"]] = set()
+        self._pauses: set[Literal["caller", "refit", "verify"]] = set()
         self._unfit: str | None = None
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,20 +149,26 @@ class QueuedEngine:
     def refit_begun(self) -> None:
         """See ``RefitHost``."""
         self._pauses.add("refit")
+        self._pauses.discard("verify")
         self._scheduler.requeue_running()
 
     def refit_committed(self, version: int) -> None:
-        """See ``RefitHost``. A pause that the caller asked for stays until ``resume``."""
+        """See ``RefitHost``."""
         self._scheduler.drop_caches()
         self._scheduler.version = version
         self._unfit = None
+        self._pauses.add("verify")
         self._pauses.discard("refit")
+
+    def refit_over(self) -> None:
+        """See ``RefitHost``. A pause that the caller asked for stays until ``resume``."""
+        self._pauses.discard("verify")
         self._wake()
 
     def refit_aborted(self, reason: str) -> None:
         """See ``RefitHost``."""
         self._unfit = reason
-        self._pauses.discard("refit")
+        self._pauses -= {"refit", "verify"}
         self._scheduler.fail_all(EngineUnfit(f"the engine is unfit: {reason}"))
 
     # --- inside -------------------------------------------------------------------------------------------------------

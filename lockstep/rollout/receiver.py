@@ -39,7 +39,11 @@ class RefitHost(Protocol):
         ...
 
     def refit_committed(self, version: int) -> None:
-        """Serve the new version: drop caches, resume."""
+        """Take up the new version and drop caches. It may be scored; requests wait until ``refit_over``."""
+        ...
+
+    def refit_over(self) -> None:
+        """Admit requests again: the new version was found to be right."""
         ...
 
     def refit_aborted(self, reason: str) -> None:
@@ -181,7 +185,7 @@ class TorchReceiver:
         return "none"
 
     def commit(self) -> tuple[DerivedReport, ...]:
-        """Rebuild derived weights, drop caches, serve the new version. Raises if a tensor never arrived."""
+        """Rebuild derived weights, drop caches, take up the new version. Raises if a tensor never arrived."""
         manifest = self._begun()
         absent = [name for name in self._specs if name not in self._received]
         if absent:
@@ -196,6 +200,10 @@ class TorchReceiver:
         self._whole = True
         self._host.refit_committed(manifest.version)
         return ()
+
+    def resume(self) -> None:
+        """Admit requests again."""
+        self._host.refit_over()
 
     def abort(self, reason: str) -> None:
         """Give up: the engine serves nothing until a refit commits."""

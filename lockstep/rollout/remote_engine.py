@@ -153,8 +153,12 @@ class RemoteReceiver:
         raise RefitRefused("an engine in a process of its own can't alias the trainer's weights; use transport shm")
 
     def commit(self) -> tuple[DerivedReport, ...]:
-        """Rebuild derived state, drop caches, serve the new version."""
+        """Rebuild derived state, drop caches, take up the new version."""
         return messages.read_reports(self._process.ask("commit").header["value"])
+
+    def resume(self) -> None:
+        """Admit requests again."""
+        self._process.ask("resume_refit")
 
     def abort(self, reason: str) -> None:
         """Leave the engine unfit. One whose process has ended serves nothing already."""

@@ -4,6 +4,7 @@
     receive  before_load state; complete units go through vLLM's own loaders into poisoned staging, then in place;
              from the second refit on straight in place, where every layer kept its layout (``vllm_direct.py``)
     commit   vLLM's post-processing, after_load state, and only then the new version
+    resume   requests are admitted again
     abort    the old tensors are put back in place; they may be a mixture, so the engine serves nothing
 
 The registry of derived state is handed in (``DerivedState``): it belongs to the refit, not to the engine.
@@ -142,7 +143,7 @@ class VllmReceiver:
         raise RefitRefused("vLLM's weights can't alias the trainer's, since kernels have their own layouts: use local")
 
     def commit(self) -> tuple[DerivedReport, ...]:
-        """Post-process, rebuild derived state, serve the new version. Raises if a tensor never arrived or a layer was
+        """Post-process, rebuild derived state, take up the new version. Raises if a tensor never arrived or a layer was
         not wholly loaded; the engine is unfit then."""
         manifest, plan = self._begun(), self._planned_load()
         try:
@@ -165,6 +166,10 @@ class VllmReceiver:
         self._manifest = None
         self._host.refit_committed(manifest.version)
         return (*self._repaired, *after)
+
+    def resume(self) -> None:
+        """Admit requests again."""
+        self._host.refit_over()
 
     def abort(self, reason: str) -> None:
         """Give up: the engine serves nothing until a refit commits."""

@@ -58,7 +58,10 @@ class Host:
         self.refitting = True
 
     def refit_committed(self, version: int) -> None:
-        self.version, self.unfit, self.refitting = version, None, False
+        self.version, self.unfit = version, None
+
+    def refit_over(self) -> None:
+        self.refitting = False
 
     def refit_aborted(self, reason: str) -> None:
         self.unfit, self.refitting = reason, False

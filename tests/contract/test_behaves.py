@@ -81,6 +81,9 @@ class Deaf:
     def commit(self) -> tuple[DerivedReport, ...]:
         return ()
 
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
 
 class OnlyBehaves(Deaf):
     """The same, and it lies about its bytes: only log-probs can tell."""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
-from lockstep.records import Completion
+from lockstep.records import Claim, Completion
 from lockstep.refit.engine_child import start_engine
 from lockstep.refit.transaction import RefitError, run_refit
 from lockstep.rollout.process_link import EngineProcess, EngineProcessError
@@ -232,6 +233,42 @@ def test_requests_kept_across_a_refit_carry_both_versions(shared_engine):
         assert (completion.kv_versions[changed:] == before + 1).all(), "old keys and values never serve a new version"
     assert completion.versions[0] == before
     assert completion.versions[-1] == before + 1, "the request was to outlast the refit"
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_request_is_not_admitted_before_the_claims_were_checked(shared_engine, sound):
+    """After the commit the new version may be scored; nothing is sampled from it until it is found right."""
+    refit(make_trainer(), shared_engine)
+    answers: list[Any] = []
+    trainer = make_trainer(seed=4)
+
+    def sample() -> None:
+        try:
+            answers.extend(run(shared_engine, [make_request("r", PROMPTS[0], max_new_tokens=2)]))
+        except EngineUnfit as error:
+            answers.append(error)
+
+    caller = threading.Thread(target=sample)
+
+    def probe() -> Claim:
+        caller.start()
+        caller.join(1.0)
+        assert caller.is_alive(), "the request was served by weights that nobody had checked"
+        return Claim("behaves", "held" if sound else "failed", "as the test says")
+
+    transfer = any_transport("shm", Path("/"), bucket_bytes=20_000)
+    if sound:
+        run_refit(trainer.weights(), shared_engine.receiver(), transfer, verify=True, behaves=probe)
+    else:
+        with pytest.raises(RefitError, match="behaves: as the test says"):
+            run_refit(trainer.weights(), shared_engine.receiver(), transfer, verify=True, behaves=probe)
+    caller.join(30)
+    (answer,) = answers
+    if sound:
+        assert set(answer.versions.tolist()) == {trainer.version}
+    else:
+        assert isinstance(answer, EngineUnfit)
+        refit(make_trainer(), shared_engine)
 
 
 def test_a_second_refit_is_refused_while_one_runs_and_the_first_goes_on(shared_engine):

@@ -38,6 +38,7 @@ def refit(engine: Any, model: Any, version: int, alias: bool = False) -> None:
     receiver.begin(manifest_of(weights, version, tied))
     (receiver.alias if alias else receiver.receive)(weights.items())
     receiver.commit()
+    receiver.resume()
 
 
 def greedy(engine: Any) -> tuple[list[int], np.ndarray]:
@@ -166,6 +167,7 @@ def test_a_tied_head_travels_once_under_any_of_its_names():
         receiver.begin(manifest_of(one, 1))
         receiver.receive(one.items())
         receiver.commit()
+        receiver.resume()
         assert greedy(engine)[0] == fresh[0]
     both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     with pytest.raises(RefitRefused, match="are one tied weight here"):
@@ -179,6 +181,7 @@ def test_a_source_that_ties_fills_both_weights_of_an_engine_that_does_not():
     receiver.begin(manifest_of(weights, 1, tied))
     receiver.receive(weights.items())
     receiver.commit()
+    receiver.resume()
     assert greedy(engine)[0] == greedy(make_engine(tiny_model("llama", seed=2)))[0]
 
 

@@ -145,6 +145,7 @@ def test_one_tensor_a_bucket_in_a_buffer_that_is_used_again(engine: Any) -> None
         receiver.receive([(name, view)])
         buffer.fill_(torch.nan)
     receiver.commit()
+    receiver.resume()
     assert_like_a_fresh_engine(engine, FAMILY, 4)
 
 
@@ -155,6 +156,7 @@ def test_tensors_may_come_in_any_order(engine: Any) -> None:
     for part in (shards[::2][::-1], shards[1::2]):
         receiver.receive(part)
     receiver.commit()
+    receiver.resume()
     assert_like_a_fresh_engine(engine, FAMILY, 5)
 
 
