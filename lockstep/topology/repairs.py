@@ -7,9 +7,10 @@ is tried: an error never advises what can't work.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.topology.records import Job
@@ -66,14 +67,28 @@ def _hashable(changes: Changes) -> bool:
 def describe(job: Job, alternatives: list[Changes]) -> str:
     """Changes as text. Alternatives of one setting share its name: "cp 4 → 2 or 1"."""
     first, *others = alternatives
-    if len(first) == 1 and all(len(other) == 1 and other[0][0] == first[0][0] for other in others):
+    plain = len(first) == 1 and first[0][0] != "environment"
+    if plain and all(len(other) == 1 and other[0][0] == first[0][0] for other in others):
         path = first[0][0]
         values = " or ".join(_show(changes[0][1]) for changes in alternatives)
         return f"{label(path)} {_show(setting(job, path))} → {values}"
     return "; or ".join(
-        ", ".join(f"{label(path)} {_show(setting(job, path))} → {_show(value)}" for path, value in changes)
-        for changes in alternatives
+        ", ".join(_one_change(path, setting(job, path), value) for path, value in changes) for changes in alternatives
     )
+
+
+def _one_change(path: str, now: Any, value: Any) -> str:
+    if path == "environment":
+        return ", ".join(_variable_changes(now, value))
+    return f"{label(path)} {_show(now)} → {_show(value)}"
+
+
+def _variable_changes(now: Mapping[str, Mapping[str, str]], then: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Variables that differ, by process."""
+    for process in sorted({*now, *then}):
+        old, new = now.get(process, {}), then.get(process, {})
+        for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+            yield f"{process} {name} {_show(old.get(name))} → {_show(new.get(name))}"
 
 
 def label(path: str) -> str:
@@ -92,10 +107,18 @@ def _passing(rule: Rule, job: Job, knob: Knob) -> Iterator[Changes]:
 
 def _of_setting(job: Job, path: str) -> Iterator[Changes]:
     now = setting(job, path)
-    values = [value for value in _domain(path)(job, now) if value != now]
+    domain = list(_domain(path)(job, now))
+    values = [value for value in domain if value != now]
+    if isinstance(now, str) and now not in domain:
+        values.sort(key=lambda value: -_likeness(now, value))
     if isinstance(now, int) and not isinstance(now, bool):
         values.sort(key=lambda value: (abs(value - now), value) if isinstance(value, int) else (1 << 60, 0))
     yield from (((path, value),) for value in values)
+
+
+def _likeness(word: str, value: Any) -> float:
+    """How much a misspelt value looks like a right one."""
+    return difflib.SequenceMatcher(None, word, value).ratio() if isinstance(value, str) else 0.0
 
 
 def _domain(path: str) -> Callable[[Job, Any], Iterable[Any]]:
@@ -167,7 +190,8 @@ _DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
     "virtual_stages": lambda job, now: (*range(1, job.model.num_layers + 1), None),
     "layers_per_virtual_stage": lambda job, now: (*range(1, job.model.num_layers + 1), None),
     **dict.fromkeys(("pad_multiple", "prompt_tokens", "response_tokens"), _multiples),
-    **dict.fromkeys(("chunked_prefill_tokens", "page_tokens"), _near),
+    "chunked_prefill_tokens": _near,
+    "page_tokens": _choices(16, 32, 64, 128, 256),
     "vocab_divisor": lambda job, now: (128, 64, 32, 16, 8, 4, 2, 1),
     "padded_vocab": lambda job, now: range((now or 0) + 1, (now or 0) + 4097),
     "optimizer_offload_fraction": _choices(0.0),

@@ -45,8 +45,8 @@ RULES: list[Rule] = []
 
 _NEEDS: dict[str, Callable[[Job], bool]] = {
     "train": lambda job: job.train is not None,
-    "megatron": lambda job: job.train is not None and job.train.backend == "megatron",
-    "fsdp": lambda job: job.train is not None and job.train.backend == "fsdp",
+    "megatron": lambda job: job.train is not None and job.train.backend == "megatron" and job.train_world > 0,
+    "fsdp": lambda job: job.train is not None and job.train.backend == "fsdp" and job.train_world > 0,
     "engine": lambda job: job.engine is not None,
     "torch": lambda job: job.engine is not None and job.engine.engine == "torch",
     "vllm": lambda job: job.engine is not None and job.engine.engine == "vllm",

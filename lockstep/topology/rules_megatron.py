@@ -157,6 +157,19 @@ def output_groups_tp(job: Job) -> str | None:
     return f"{groups} output groups (o_groups) do not divide by tp {tp}" if groups and groups % tp else None
 
 
+@rule("deepseek-v4-sizes", source="miles miles_plugins/models/deepseek_v4 (compiled kernels)", needs="megatron")
+def deepseek_v4_sizes(job: Job) -> str | None:
+    """miles' kernels of DeepSeek-V4 have its sizes built in: heads of 512, output rank 1024, a window of 128."""
+    model = job.model
+    if model.attention != "deepseek_v4" or train_of(job).switches.implementation != "miles":
+        return None
+    fixed = {"head_dim": 512, "o_lora_rank": 1024, "sliding_window": 128}
+    wrong = [
+        f"{name} {getattr(model, name)} (it is {size})" for name, size in fixed.items() if getattr(model, name) != size
+    ]
+    return f"{model.name} has {', '.join(wrong)} in miles" if wrong else None
+
+
 MTP_PROJECTION = "Megatron-LM megatron/core/transformer/multi_token_prediction.py: eh_proj (column-parallel)"
 
 

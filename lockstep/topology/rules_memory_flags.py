@@ -257,11 +257,20 @@ def rematerialised_weights(job: Job) -> str | None:
     return f"rematerialise_weights with {', '.join(there)}" if job.memory.rematerialise_weights and there else None
 
 
+def states_on_disk(job: Job) -> list[Changes]:
+    """No other place for the states than the disk."""
+    memory = job.memory
+    wanted = {"optimizer_offload_fraction": 0.0, "precision_aware_optimizer": False, "distributed_optimizer": True}
+    if memory.offload_weights:
+        wanted["offload_target"] = "disk"
+    return [tuple((f"memory.{name}", value) for name, value in wanted.items() if getattr(memory, name) != value)]
+
+
 @rule(
     "streamed-optimizer",
     source="miles miles/utils/arguments.py: miles_validate_args (--stream-optimizer-state-to-disk)",
     needs="megatron",
-    knobs=("memory.optimizer_offload_fraction", "memory.offload_target", "memory.stream_optimizer"),
+    knobs=(states_on_disk, "memory.stream_optimizer"),
 )
 def streamed_optimizer(job: Job) -> str | None:
     """Optimizer states that live on disk exclude those in host memory and the precision-aware optimizer, need the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from lockstep.topology.pipeline import (
@@ -187,7 +188,38 @@ def pipeline_accounting(job: Job) -> str | None:
     return f"{problem} ({job.model.num_layers} + {extra} layers, pp {train.pp})"
 
 
-@rule("pipeline-stages", source=STRING, needs="megatron", knobs=(stage_split, "train.pp"))
+def balanced(counts: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The same stages with as many layers in all as there are: taken from the last of the largest, given to the first
+    of the smallest."""
+    stages = [max(0, held) for held in counts]
+    while sum(stages) > num_layers:
+        stages[len(stages) - 1 - stages[::-1].index(max(stages))] -= 1
+    while sum(stages) < num_layers:
+        stages[stages.index(min(stages))] += 1
+    return tuple(stages)
+
+
+def stages_given(job: Job) -> list[Changes]:
+    """The stages as they are given, with the right number of layers in all."""
+    stages = balanced(train_of(job).stage_layers, job.model.num_layers)
+    return [(("train.stage_layers", stages),)]
+
+
+def string_given(job: Job) -> list[Changes]:
+    """The layout string with every element once and in its place."""
+    text = train_of(job).switches.pipeline_layout or ""
+    try:
+        stages = parse_layout(text)
+    except SplitError:
+        return []
+    counts = balanced(stages.decoder, job.model.num_layers)
+    written_stages = [f"t*{held}" if held > 1 else "t" * held for held in counts]
+    written_stages[0] = "E" + written_stages[0]
+    written_stages[-1] += "m" * job.model.mtp_layers * bool(sum(stages.mtp)) + "L"
+    return [(("train.switches.pipeline_layout", "|".join(written_stages)),)]
+
+
+@rule("pipeline-stages", source=STRING, needs="megatron", knobs=(stages_given, stage_split, "train.pp"))
 def pipeline_stages(job: Job) -> str | None:
     """Stages given one by one are pp · virtual stages in number and hold all layers."""
     train = train_of(job)
@@ -196,7 +228,7 @@ def pipeline_stages(job: Job) -> str | None:
     return f"stage_layers {','.join(map(str, train.stage_layers))}: {problem} (pp {train.pp})"
 
 
-@rule("pipeline-string", source=STRING, needs="megatron", knobs=(stage_split, "train.pp"))
+@rule("pipeline-string", source=STRING, needs="megatron", knobs=(string_given, stage_split, "train.pp"))
 def pipeline_string(job: Job) -> str | None:
     """A layout string has its stages in a multiple of pp, each decoder layer once, one embedding, first, one loss,
     last, and its MTP layers in one stage, that rank's last chunk, after every decoder layer."""

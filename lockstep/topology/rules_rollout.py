@@ -78,11 +78,17 @@ def engine_size(job: Job) -> str | None:
     )
 
 
+def one_device(job: Job) -> list[Changes]:
+    """One process."""
+    engine, names = engine_of(job), ("gpus_per_engine", "tp", "pp", "dp", "ep")
+    return [tuple((f"engine.{name}", 1) for name in names if getattr(engine, name) != 1)]
+
+
 @rule(
     "embedded-engine",
     source="Lockstep's own engine runs in the trainer's process",
     needs="torch",
-    knobs=(engine_devices,),
+    knobs=(one_device,),
 )
 def embedded_engine(job: Job) -> str | None:
     """The embedded engine is one process on one device."""

@@ -206,7 +206,13 @@ def sglang_nodes(job: Job) -> str | None:
     )
 
 
-@rule("sglang-nodes-dp", source=SGLANG, needs="sglang", knobs=("engine.dp_attention", "engine.dp"))
+def attention_over_ranks(job: Job) -> list[Changes]:
+    """The same devices under DP attention, where tp includes dp."""
+    engine = engine_of(job)
+    return [(("engine.dp_attention", True), ("engine.tp", engine.tp * engine.dp))]
+
+
+@rule("sglang-nodes-dp", source=SGLANG, needs="sglang", knobs=(attention_over_ranks, "engine.dp"))
 def sglang_nodes_dp(job: Job) -> str | None:
     """An engine over several nodes has dp above 1 only under DP attention."""
     engine, nodes = engine_of(job), engine_nodes(job)
@@ -250,3 +256,17 @@ def sglang_runner(job: Job) -> str | None:
     if engine.moe_runner == "cutlass" and engine.quantisation.startswith("fp8") and ep > 1:
         return f"moe_runner cutlass in {engine.quantisation} with engine ep {ep}: it needs 1"
     return None
+
+
+def deep_gemm(job: Job) -> list[Changes]:
+    """The runner that the back end needs."""
+    return [(("engine.moe_runner", "deep_gemm"),)]
+
+
+@rule("sglang-deepep-v2", source=f"{SGLANG} (moe_a2a_backend)", needs="sglang moe", knobs=(deep_gemm, no_back_end))
+def sglang_deepep_v2(job: Job) -> str | None:
+    """SGLang's back end deepep_v2 needs the runner deep_gemm."""
+    engine = engine_of(job)
+    if engine.moe_a2a != "deepep_v2" or engine.moe_runner in (None, "auto", "deep_gemm"):
+        return None
+    return f"all-to-all back end deepep_v2 with moe_runner {engine.moe_runner}: it needs deep_gemm"
