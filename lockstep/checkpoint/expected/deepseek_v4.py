@@ -100,6 +100,8 @@ def layout(read: Reader, _model_type: str) -> Layout:
     found.add("index_heads", read.size("index_n_heads"), "indexer_heads")
     found.add("index_dim", read.size("index_head_dim"), "indexer_head_dim")
     found.facts["indexer_topk"] = read.size("index_topk")
+    if read.has("qk_rope_head_dim"):  # transformers writes partial_rotary_factor instead
+        found.facts["rope_head_dim"] = read.size("qk_rope_head_dim")
     found.facts["sliding_window"] = read.size("sliding_window")
     found.add("experts", read.size("n_routed_experts"), "num_experts")
     found.add("top_k", read.size("num_experts_per_tok"), "experts_per_token")
