@@ -29,111 +29,15 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.memory_workloads import FITTED, HELD_OUT, Configuration
 
 GOAL = 0.10
 """Largest relative difference between plan and measurement, per phase."""
 
-
-@dataclass(frozen=True)
-class Configuration:
-    """A model by ``model_type`` and fields of its configuration, and the work it does. ``prompt`` and ``response``
-    tokens are such that four samples of a prompt are a row of ``prompt + 4 · (response − 1)`` positions, and whole rows
-    fill ``micro_batch`` positions."""
-
-    model_type: str
-    fields: dict[str, Any]
-    micro_batch: int = 4096
-    prompt: int = 36
-    response: int = 248
-    num_prompts: int = 16
-    group_size: int = 4
-    dtype: str = "bfloat16"
-    checkpointing: bool = False
-    save: bool = True
-    chunk: int = 512
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-_QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 2048}
-
-FITTED: dict[str, Configuration] = {
-    "fit-qwen3": Configuration(
-        "qwen3",
-        _QWEN3
-        | {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 12}
-        | {"num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 65_536},
-    ),
-    "tiny": Configuration(
-        "qwen3",
-        {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "num_attention_heads": 6}
-        | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True},
-        micro_batch=512,
-        prompt=20,
-        response=28,
-        num_prompts=8,
-        chunk=128,
-    ),
-    "tiny-moe": Configuration(
-        "qwen3_moe",
-        {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6}
-        | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2},
-        micro_batch=512,
-        prompt=20,
-        response=28,
-        num_prompts=8,
-        chunk=128,
-    ),
-}
-
-FITTED["mid"] = Configuration(
-    "qwen3",
-    {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8}
-    | {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": False},
-    micro_batch=1024,
-    prompt=36,
-    response=56,
-    num_prompts=8,
-)
-FITTED["mid-tied"] = replace(FITTED["mid"], fields=FITTED["mid"].fields | {"tie_word_embeddings": True})
-FITTED["mid-one-batch"] = replace(FITTED["mid"], micro_batch=4096)
-FITTED["mid-checkpointing"] = replace(FITTED["mid"], checkpointing=True)
-FITTED["mid-moe"] = Configuration(
-    "qwen3_moe",
-    {"hidden_size": 256, "moe_intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
-    | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "num_experts": 16, "num_experts_per_tok": 8},
-    micro_batch=1024,
-    prompt=36,
-    response=56,
-    num_prompts=8,
-)
-
-HELD_OUT: dict[str, Configuration] = {
-    "qwen3-0_6b": Configuration(
-        "qwen3",
-        _QWEN3
-        | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-        | {"num_key_value_heads": 8, "tie_word_embeddings": True},
-    ),
-    "qwen3-30b-a3b-4layer": Configuration(
-        "qwen3_moe",
-        _QWEN3
-        | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4}
-        | {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-        | {"norm_topk_prob": True},
-        save=False,
-    ),
-    "smollm2-135m": Configuration(
-        "llama",
-        {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-        | {"num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True}
-        | {"max_position_embeddings": 2048},
-        micro_batch=8192,
-        num_prompts=32,
-    ),
-}
 
 ALL = FITTED | HELD_OUT
 GPU_DEFAULT = ("fit-qwen3", *HELD_OUT)
@@ -181,12 +85,18 @@ def planned_bytes(job: Any) -> dict[str, dict[str, Any]]:
     """Per phase what the allocator should hold at most, and the items."""
     from lockstep.topology.memory import plan_memory
 
+    plans = {phase.phase: phase.items for phase in plan_memory(job).phases}
+    if "save" in plans:
+        # Before the first product there are no workspaces.
+        loaded = tuple(item for item in plans["save"] if item.name != "workspaces")
+        plans["trainer start"] = tuple(item for item in loaded if item.owner == "trainer")
+        plans["engine start"] = loaded
     return {
-        phase.phase: {
-            "planned": sum(item.num_bytes for item in phase.items if item.name != "device context"),
-            "items": {f"{item.owner} {item.name}": item.num_bytes for item in phase.items},
+        phase: {
+            "planned": sum(item.num_bytes for item in items if item.name != "device context"),
+            "items": {f"{item.owner} {item.name}": item.num_bytes for item in items},
         }
-        for phase in plan_memory(job).phases
+        for phase, items in plans.items()
     }
 
 
@@ -420,10 +330,14 @@ def _run(work: Configuration, device: str, meter: Meter, measured: dict[str, Any
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
+def used_on_card() -> int:
+    """Bytes in use on the first card, by every process, as the driver counts them."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) << 20
+
+
 def measure_vllm(name: str) -> dict[str, Any]:
     """A vLLM with a cache given in bytes: what it takes from the card from its start to the end of a generation."""
-    import torch
-
     from lockstep.model.weights import ModelWeights
     from lockstep.refit.check import _folder
     from lockstep.refit.derived_vllm import registry
@@ -449,13 +363,11 @@ def measure_vllm(name: str) -> dict[str, Any]:
             kv_cache_bytes=cache,
             enforce_eager=True,
         )
-        before = torch.cuda.device_memory_used() if hasattr(torch.cuda, "device_memory_used") else 0
+        before = used_on_card()
         served = VllmEngine(settings, derived=registry(), device="cuda")
-        free, total = torch.cuda.mem_get_info()
-        started = total - free - before
+        started = used_on_card() - before
         generate(served, work, sequences)
-        free, total = torch.cuda.mem_get_info()
-        peak = total - free - before
+        peak = used_on_card() - before
         served.close()
     # Here the device's own count is compared, which has the context in it.
     planned = sum(phases["generate"]["items"].values())

@@ -48,7 +48,8 @@ def module_stage(job: Job) -> StageMemory:
     layers = tuple(range(shape.num_layers))
     if among > 1:
         return StageMemory(0, layers, 4 * counts.total // among, 4 * trained // among, 8 * trained // among, 0)
-    masters = 0 if live == 4 else BYTES[memory.master_dtype]
+    # A live weight that has the master's precision, or float32, is its own master.
+    masters = 0 if live == 4 or memory.master_dtype == memory.weight_dtype else BYTES[memory.master_dtype]
     moments = 2 * BYTES[memory.moment_dtype]
     return StageMemory(0, layers, live * counts.total, 4 * trained, (masters + moments) * trained, 0)
 
