@@ -1,7 +1,7 @@
 """The law of metric names, and how numbers that JSON can't hold are written.
 
 **Names** are lower-case words joined by ``_`` and grouped by ``/``: ``reward/mean``, ``agreement/abs_diff/p99``. A
-quantity with a unit carries it as its suffix: ``_s``, ``_bytes``, ``_tokens``, ``_tokens_per_s``; shares, log-probs and
+quantity with a unit carries it as its suffix: ``_s``, ``_bytes``, ``_tokens``, ``_tokens_per_s``, ``_bytes_per_s``; shares, log-probs and
 plain counts carry none. A row is flat: one object per step, with ``step``, ``version`` and ``time`` beside the metrics.
 
 **Values** are finite numbers, text, or absent. A metric that could not be computed is left out of the row; it is never
@@ -25,7 +25,13 @@ NONFINITE_TEXTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_]*)*")
 
-_UNITS = (("_tokens_per_s", "tokens/s"), ("_bytes", "bytes"), ("_tokens", "tokens"), ("_s", "s"))
+_UNITS = (
+    ("_tokens_per_s", "tokens/s"),
+    ("_bytes_per_s", "bytes/s"),
+    ("_bytes", "bytes"),
+    ("_tokens", "tokens"),
+    ("_s", "s"),
+)
 
 
 def check_name(name: str) -> str:
@@ -39,7 +45,7 @@ def check_name(name: str) -> str:
 
 
 def unit_of(name: str) -> str | None:
-    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, ``"tokens/s"``, or None."""
+    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, ``"tokens/s"``, ``"bytes/s"``, or None."""
     return next((unit for suffix, unit in _UNITS if name.endswith(suffix)), None)
 
 

@@ -1,9 +1,10 @@
-"""A refit as a transaction: begin → transfer → commit → verify; any failure aborts and leaves the engine unfit.
+"""A refit as a transaction: begin → transfer → commit → verify → resume; a failure aborts, and the engine is unfit.
 
 trainer.weights() ──manifest──▶ receiver.begin      refuses by name before a byte moves
                   ──tensors───▶ transport ─▶ receiver.receive | alias
                                 receiver.commit     derived state rebuilt, caches dropped, version raised
                   ◀──live────── verify              claims of the receipt
+                                receiver.resume     requests are admitted again
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RefitError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one refit did and which of its claims were checked (a line of ``refits.jsonl``)."""
+    """What one refit of one replica did and which of its claims were checked (a line of ``refits.jsonl``)."""
 
     version: int
     transport: str
@@ -54,9 +55,15 @@ class Receipt:
         """Claims that were looked at and did not hold."""
         return tuple(claim for claim in self.claims if claim.status == "failed")
 
+    @property
+    def transfer_bytes_per_s(self) -> float | None:
+        """Rate of the transfer phase; None where nothing moved (an alias)."""
+        return self.transferred_bytes / self.transfer_s if self.transferred_bytes and self.transfer_s else None
+
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        return asdict(self)
+        rate = self.transfer_bytes_per_s
+        return asdict(self) | {"replicas": 1} | ({} if rate is None else {"transfer_bytes_per_s": rate})
 
 
 def run_refit(

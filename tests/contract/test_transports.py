@@ -61,6 +61,12 @@ def test_random_tensors_arrive_bit_for_bit_and_not_without_the_refit(name, case)
     assert receipt.transport == name
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert receipt.transferred_bytes == (0 if name == "shared" else moved)
+    filed = receipt.as_dict()
+    assert filed["replicas"] == 1
+    if name == "shared":
+        assert "transfer_bytes_per_s" not in filed
+    else:
+        assert filed["transfer_bytes_per_s"] == pytest.approx(moved / receipt.transfer_s)
     transported = next(claim for claim in receipt.claims if claim.name == "transported")
     assert transported.status == ("held" if name in IN_BUCKETS else "not checked")
     for group in set(groups.values()) if name in IN_BUCKETS else ():
