@@ -1,8 +1,9 @@
 """The law of metric names, and how numbers that JSON can't hold are written.
 
 **Names** are lower-case words joined by ``_`` and grouped by ``/``: ``reward/mean``, ``agreement/abs_diff/p99``. A
-quantity with a unit carries it as its suffix: ``_s``, ``_bytes``, ``_tokens``, ``_tokens_per_s``, ``_bytes_per_s``; shares, log-probs and
-plain counts carry none. A row is flat: one object per step, with ``step``, ``version`` and ``time`` beside the metrics.
+quantity with a unit carries it as its suffix: ``_s``, ``_bytes``, ``_tokens``, ``_tokens_per_s``, ``_bytes_per_s``;
+shares, log-probs and plain counts carry none. A row is flat: one object per step, with ``step``, ``version`` and
+``time`` beside the metrics.
 
 **Values** are finite numbers, text, or absent. A metric that could not be computed is left out of the row; it is never
 written as 0. A number that *was* computed and is not finite is a finding, so it is kept: JSON has no NaN, hence it is
@@ -45,7 +46,7 @@ def check_name(name: str) -> str:
 
 
 def unit_of(name: str) -> str | None:
-    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, ``"tokens/s"``, ``"bytes/s"``, or None."""
+    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, a rate of the latter two, or None."""
     return next((unit for suffix, unit in _UNITS if name.endswith(suffix)), None)
 
 
