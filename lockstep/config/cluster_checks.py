@@ -112,6 +112,20 @@ def vllm_sizes_its_cache_once(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def vllm_has_no_expert_size_of_its_own(config: RunConfig) -> Iterator[Violation]:
+    """vLLM's expert parallelism is on or off: on, it has all tensor- and data-parallel ranks, whatever is asked for."""
+    layout = config.rollout.layout
+    ranks = layout.tp * layout.dp
+    if config.rollout.engine == "vllm" and layout.ep not in (1, ranks):
+        yield Violation(
+            "rollout.layout.ep",
+            f"vLLM spreads experts over all tp · dp = {ranks} ranks or over none: {layout.ep} is no choice",
+            f"set rollout.layout.ep = {ranks}, or 1",
+            ("rollout.layout.tp", "rollout.layout.dp"),
+        )
+
+
+@rule
 def devices_are_the_trainers_or_the_engines(config: RunConfig) -> Iterator[Violation]:
     """Colocated engines have the trainer's devices; engines apart need some, and must leave some."""
     cluster = config.cluster

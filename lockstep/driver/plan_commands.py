@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.errors import Violation
 from lockstep.config.load import ResolvedConfig
@@ -28,6 +28,9 @@ from lockstep.topology.layout import check_layout
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.memory_records import MemoryPlan, PhasePlan, gigabytes
 from lockstep.topology.records import Finding, Job
+
+if TYPE_CHECKING:
+    from lockstep.topology.suggest import Suggestion
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 
@@ -93,11 +96,14 @@ def plan(
 ) -> int:
     """Print the plan of a configuration. Returns the exit code: 1 on any violation."""
     made = make_plan(resolved, os.environ)
-    suggestions = suggested(made.job) if with_suggestions else []
-    if as_json:
-        print(json.dumps(plan_data(made) | {"suggestions": suggestions}, indent=2))
-    else:
-        print("\n".join([*plan_lines(made, sources=sources), *suggestion_lines(suggestions, with_suggestions)]))
+    lines, data = plan_lines(made, sources=sources), plan_data(made)
+    if with_suggestions:
+        from lockstep.topology.suggest import suggest
+
+        suggestions = suggest(made.job)
+        lines += suggestion_lines([one.text() for one in suggestions])
+        data["suggestions"] = [suggestion_data(one) for one in suggestions]
+    print(json.dumps(data, indent=2) if as_json else "\n".join(lines))
     return EXIT_FAILED if made.errors else EXIT_DONE
 
 
@@ -240,17 +246,15 @@ def plan_data(made: RecipePlan) -> dict[str, Any]:
     }
 
 
-def suggested(job: Job) -> list[dict[str, Any]]:
-    """Legal layouts for the job's model and devices, the planner's best first."""
-    from lockstep.topology.suggest import suggest
+def suggestion_data(one: Suggestion) -> dict[str, Any]:
+    """A suggested layout as plain data. ``fits``: 2 with the planner's margin to spare, 1 without, 0 not."""
+    layout = {name: value for name, value in asdict(one.layout).items() if name != "switches"}
+    known = None if one.known is None else one.known.name
+    return {"layout": layout, "peak_bytes": one.peak_bytes, "fits": one.fits, "known_as": known}
 
-    return [asdict(one) for one in suggest(job)]
 
-
-def suggestion_lines(suggestions: Sequence[Mapping[str, Any]], asked: bool) -> list[str]:
+def suggestion_lines(texts: Sequence[str]) -> list[str]:
     """Suggestions for a terminal."""
-    if not asked:
-        return []
-    if not suggestions:
-        return ["", "suggestions: no layout on these devices keeps all rules and fits"]
-    return ["", "suggestions, the planner's best first:", *(f"  {one}" for one in suggestions)]
+    if not texts:
+        return ["", "suggestions: no layout on these devices keeps all rules"]
+    return ["", "suggestions, the planner's best first:", *(f"  {text}" for text in texts)]

@@ -21,6 +21,8 @@ from typing import Any
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import RunConfig, Section
 from lockstep.config.tree import Change, change_tree, merge, plain_values, section_tree
+from lockstep.topology.catalogue import hardware as describe_hardware
+from lockstep.topology.catalogue import hardware_names
 
 Changes = Mapping[str, tuple[Any, str]]
 """Dotted key → (value, why). A value may be a ``Section``."""
@@ -139,7 +141,8 @@ def chosen_overlay(recipe: str, hardware: str | None, nodes: int | None) -> Over
 
 def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] = ()) -> list[Change]:
     """The layer between a recipe and the files on it: overlay, then variants. ``above``: what those files and ``--set``
-    say, which may name the hardware. Raises ``ConfigError`` for an unknown variant or two that exclude each other."""
+    say, which may name the hardware. Where a recipe has overlays and none for it, a node is a whole one. Raises
+    ``ConfigError`` for an unknown variant or two that exclude each other."""
     cluster = above.get("cluster")
     said: Mapping[str, Any] = cluster if isinstance(cluster, Mapping) else {}
     hardware = said.get("hardware", default_hardware(recipe))
@@ -149,6 +152,9 @@ def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] =
     one = chosen_overlay(recipe, hardware if isinstance(hardware, str) else None, said.get("nodes"))
     if one is not None:
         changes += as_changes(one.changes(), f"overlay {one.hardware}")
+    elif overlays_of(recipe) and isinstance(hardware, str) and hardware in hardware_names():
+        devices = describe_hardware(hardware).gpus_per_node
+        changes.append(Change("cluster.gpus_per_node", devices, f"hardware {hardware}: no overlay, devices of a node"))
     for picked in chosen_variants(recipe, variants, hardware):
         changes += as_changes(picked.changes(), f"variant {picked.name}")
     return changes

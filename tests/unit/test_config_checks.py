@@ -269,6 +269,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rollout.sglang.engine_args",
     ),
     ("vllm_sizes_its_cache_once", VLLM | {"rollout.layout.memory_fraction": 0.5}, "rollout.layout.memory_fraction"),
+    ("vllm_has_no_expert_size_of_its_own", VLLM | {"rollout.layout.ep": 2}, "rollout.layout.ep"),
     ("devices_are_the_trainers_or_the_engines", {"cluster.rollout_gpus": 4}, "cluster.rollout_gpus"),
     ("devices_are_the_trainers_or_the_engines", {"cluster.colocated": False}, "cluster.rollout_gpus"),
     (
@@ -327,6 +328,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"trainer.layout.replicate": 2, "cluster.nodes": 4},
     MEGATRON | {"trainer.layout.tp": 2, "trainer.megatron.recompute": "full", "trainer.packing": "padded"},
     VLLM | {"rollout.vllm.kv_cache_bytes": None, "rollout.layout.memory_fraction": 0.5},
+    VLLM | {"rollout.layout.ep": 8, "rollout.layout.tp": 4, "rollout.layout.dp": 2},
     SGLANG | {"rollout.layout.dp_attention": True, "rollout.sglang.engine_args.page_size": 64},
     SGLANG | MEGATRON | {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]},
     {"cluster.colocated": False, "cluster.rollout_gpus": 7, "cluster.nodes": 8},
