@@ -108,17 +108,26 @@ def root(
     del version  # its callback has acted on it
 
 
-@app.command(epilog="Examples:  lockstep doctor   |   lockstep doctor --json")
-def doctor(as_json: JsonOption = False) -> None:
-    """Show hardware, engines and versions, what was chosen and why.
+@app.command(epilog="Examples:  lockstep doctor   |   lockstep doctor --recipe qwen3-4b   |   lockstep doctor --json")
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="RECIPE", help="Say what this recipe needs and what is missing.")
+    ] = None,
+    overrides: SetOption = None,
+    hardware: HardwareOption = None,
+    nodes: NodesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show hardware, engines and versions, what was chosen and why, what is possible, and stray variables.
 
     Exits 1 with the way out if something needed is missing.
     """
-    from lockstep.hardware.doctor import examine, render
+    from lockstep.driver.doctor_commands import examine_all, render_all
 
-    result = examine()
-    print(json.dumps(result, indent=2) if as_json else render(result))
-    if result["problems"]:
+    wanted = None if recipe is None else load_chosen(recipe, overrides, hardware, nodes, None, False).config
+    result = examine_all(wanted)
+    print(json.dumps(result, indent=2) if as_json else render_all(result))
+    if result["problems"] or any(not need["here"] for need in result.get("needs", ())):
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -31,6 +31,7 @@ from lockstep.driver.export import export_checkpoint
 from lockstep.driver.folder import TRAINER, Opened, default_run_dir, environment, open_run, save_checkpoint
 from lockstep.driver.groups import SampledGroups
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
+from lockstep.driver.needs import refuse_absent_hardware
 from lockstep.driver.progress import Progress
 from lockstep.driver.rows import (
     Row,
@@ -267,6 +268,7 @@ def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: boo
 def train_launched(resolved: ResolvedConfig, run_dir: Path | None, console: Console, launch: Launch) -> int:
     """The same with the variables of the configuration in force."""
     config = resolved.config
+    refuse_absent_hardware(config)
     opened = open_run(resolved, run_dir or default_run_dir(config))
     with opened.folder as folder, recording(Recorder()) as recorder, stop_on_signals(console.say) as stop:
         progress = opened.progress

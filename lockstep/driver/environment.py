@@ -23,8 +23,11 @@ from lockstep.environment.readers import Package, installed_package
 from lockstep.environment.recorded import Reads, recorded_reads
 from lockstep.environment.secrets import SecretFilter, mask_arguments, secret_values
 from lockstep.hardware.visibility import Platform, platform_here, visibility_problems
+from lockstep.topology.catalogue import hardware
 
 logger = logging.getLogger(__name__)
+
+_PLATFORMS: Mapping[str, Platform] = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 
 ENGINE_PACKAGES = frozenset({"vllm", "sglang", "aiter"})
 """Readers that live in the engine's environment if that is another one."""
@@ -83,8 +86,9 @@ def current_launch() -> Launch | None:
     return _current[-1] if _current else None
 
 
-def examine(config: RunConfig, shell: Mapping[str, str]) -> Ledger:
-    """The ledger of a configuration and a shell. Raises ConfigError with every error and exclusion at once."""
+def examine(config: RunConfig, shell: Mapping[str, str], *, refuse: bool = True) -> Ledger:
+    """The ledger of a configuration and a shell. Raises ConfigError with every error and exclusion at once, unless
+    ``refuse`` is false."""
     platform = platform_of(config)
     ledger = judge(
         declared(config),
@@ -93,6 +97,8 @@ def examine(config: RunConfig, shell: Mapping[str, str]) -> Ledger:
         strict=config.environment.strict,
         platform=platform,
     )
+    if not refuse:
+        return ledger
     violations = [
         Violation(
             f"environment.{finding.process}.{finding.name}",
@@ -110,7 +116,9 @@ def examine(config: RunConfig, shell: Mapping[str, str]) -> Ledger:
 
 
 def platform_of(config: RunConfig) -> Platform:
-    """The platform that the run is for: "cuda", "rocm" or "cpu"."""
+    """The platform that the run is for: that of the hardware that it names, else of this machine."""
+    if config.cluster.hardware is not None:
+        return _PLATFORMS[hardware(config.cluster.hardware).vendor]
     return "cpu" if config.device == "cpu" else platform_here()
 
 

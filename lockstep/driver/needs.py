@@ -4,9 +4,8 @@ refused before anything starts; ``lockstep doctor --recipe`` lists all of it any
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import FileTask, GgufModel, PathModel, RunConfig
@@ -86,7 +85,7 @@ def _is_kind(kind: Hardware, profile: Profile) -> tuple[bool, str]:
     if kind.vendor == "cpu":
         return True, profile.cpu.name
     if not profile.gpus:
-        return False, profile.why_no_gpu
+        return False, profile.rocm.reason if kind.vendor == "amd" else profile.cuda.reason
     gpu = profile.gpus[0]
     arch = architecture_of(gpu)
     found = f"{gpu.name} ({profile.vendor} {arch}, {gpu.memory_total_bytes / 1e9:.0f} GB)"
@@ -138,20 +137,3 @@ def _files(config: RunConfig) -> Iterator[Need]:
         yield Need(
             key, f"{what} at {path}", exists, "is there" if exists else "no such file", f"put it there, or set {key}"
         )
-
-
-def examine_needs(config: RunConfig) -> dict[str, Any]:
-    """For ``lockstep doctor --recipe``: the needs as plain data."""
-    return {"recipe": config.name, "needs": [asdict(need) for need in needs_of(config, detect())]}
-
-
-def render_needs(result: dict[str, Any]) -> str:
-    """The needs as text for a terminal."""
-    lines = [f"{result['recipe']} needs"]
-    for need in result["needs"]:
-        lines.append(f"  {'here   ' if need['here'] else 'missing'}  {need['what']}: {need['found']}")
-        if not need["here"]:
-            lines.append(f"           way out: {need['way_out']}")
-    if not result["needs"]:
-        lines.append("  nothing besides what is listed above")
-    return "\n".join(lines)
