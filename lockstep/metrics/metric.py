@@ -46,7 +46,7 @@ def check_name(name: str) -> str:
 
 
 def unit_of(name: str) -> str | None:
-    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, a rate of the latter two, or None."""
+    """Unit that a name declares by its suffix: ``"s"``, ``"bytes"``, ``"tokens"``, a rate of these two, or None."""
     return next((unit for suffix, unit in _UNITS if name.endswith(suffix)), None)
 
 

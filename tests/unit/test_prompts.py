@@ -40,6 +40,16 @@ THINKING = CHATML.replace(
 )
 
 
+TURNS = (  # like Qwen3: tool results that follow each other share a turn, and only the last reply keeps its reasoning
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{% if messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}<r>{{ m['content'] }}</r>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{% if m.reasoning_content is defined and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def make_tokenizer(template: str | None, *, prepends_bos: bool = False) -> PreTrainedTokenizerFast:
     """Bytes as tokens, with ChatML markers and <s> as special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -259,6 +269,27 @@ def test_truncation_never_leaves_half_a_marker_or_character(parts, limit):
 
 
 # --- other settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_default_system", [True, False])
+def test_a_history_of_turns_is_rendered_in_its_context_and_not_message_by_message(keep_default_system):
+    """(B4, B11: parallel tool results, reasoning of earlier turns)"""
+    tokenizer = make_tokenizer(TURNS)
+    messages = [
+        {"role": "user", "content": "2+2 and 3+3?"},
+        {"role": "assistant", "content": "I ask.", "reasoning_content": "two sums"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": "6"},
+    ]
+    config = PromptConfig(template_default_system=keep_default_system)
+    rendered = PromptRenderer(tokenizer, config).render(Problem("p", messages, None))
+    assert rendered is not None
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert rendered.tokens.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    apart = "".join(tokenizer.apply_chat_template([m], tokenize=False) for m in messages)
+    assert not whole.startswith(apart), "this template must tell the two ways apart"
+    assert whole.count("<r>") == 2
+    assert "two sums" not in whole
 
 
 def test_thinking_switch_reaches_the_template():
