@@ -20,6 +20,7 @@ from lockstep.config.errors import Violation
 from lockstep.config.load import ResolvedConfig
 from lockstep.config.schema import RunConfig
 from lockstep.driver.arguments import PROGRAMS, Effective, effective, shown
+from lockstep.driver.determinism import determinism_findings
 from lockstep.driver.jobs import job_of
 from lockstep.driver.runnable import layout_record, needs_evidence, not_runnable
 from lockstep.environment.ledger import Ledger, LedgerFinding, judge
@@ -72,7 +73,7 @@ def make_plan(resolved: ResolvedConfig, shell: Mapping[str, str]) -> RecipePlan:
     return RecipePlan(
         resolved=resolved,
         job=job,
-        rules=tuple(check_layout(job)),
+        rules=(*check_layout(job), *determinism_findings(config)),
         memory=plan_memory(job),
         ledger=ledger_of(config, job, shell),
         evidence=find_evidence(job) if needs_evidence(config) else None,

@@ -3,7 +3,7 @@
 A key counts as read where a module outside config and recipes has an attribute access of its name, and that module
 also takes the key's section from something (``….trainer``) or names its class. That is a necessary condition, found
 from the source text; that the effect is right is for the tests of each part. A key with one possible value has no
-other effect that could be missed.
+other effect that could be missed. ``[trainer.megatron]`` is also read by name, through the catalogue of arguments.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.cluster_schema import MegatronConfig
 from lockstep.config.keys import single_literal, walk
 from lockstep.config.schema import RunConfig, Section, TrainerConfig
 from lockstep.config.toml_text import dotted
+from lockstep.topology.catalogue import read_catalogue
 
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
@@ -52,6 +54,8 @@ LEAVES = sorted(
 
 @pytest.mark.parametrize(("key", "section"), LEAVES)
 def test_the_key_is_read_somewhere(key: str, section: type[Section]) -> None:
+    if section is MegatronConfig and any(key in table for table in read_catalogue("engine_args").values()):
+        return
     *above, name = key.split(".")
     owners = {section.__name__, "find_recipe"} if section is RunConfig else {section.__name__}
     taken_from = above[-1] if above else "config"

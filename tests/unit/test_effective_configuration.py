@@ -13,6 +13,7 @@ from lockstep.config.keys import all_keys, sections
 from lockstep.config.schema import RunConfig
 from lockstep.config.toml_text import dotted, format_value
 from lockstep.driver.arguments import FORMS, PROGRAMS, effective, settings_in_force
+from lockstep.driver.determinism import determinism_findings
 from lockstep.recipes import load_recipe
 from lockstep.topology.catalogue import read_catalogue
 
@@ -235,6 +236,18 @@ def test_a_section_that_is_misspelt_or_in_the_wrong_place_names_the_right_key() 
         with pytest.raises(ConfigError) as refused:
             load_recipe("deepseek-v4-flash", [wrong])
         assert right in str(refused.value)
+
+
+def test_deterministic_mode_refuses_a_variable_without_a_fixed_order_of_sums() -> None:
+    fixed = load_recipe("deepseek-v4-flash", variants=["deterministic"]).config
+    assert determinism_findings(fixed) == []
+    wrong = ["environment.trainer.NCCL_ALGO='Ring,Tree'", "environment.trainer.CUBLAS_WORKSPACE_CONFIG=':0:0'"]
+    found = determinism_findings(load_recipe("deepseek-v4-flash", wrong, variants=["deterministic"]).config)
+    assert [finding.repair for finding in found] == [
+        "environment.trainer.NCCL_ALGO → Ring",
+        "environment.trainer.CUBLAS_WORKSPACE_CONFIG → :4096:8",
+    ]
+    assert determinism_findings(load_recipe("deepseek-v4-flash", wrong).config) == []
 
 
 def test_sections_of_the_cluster_are_all_looked_at() -> None:
