@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep.checkpoint.convert import Dequantise, Quantise
 from lockstep.checkpoint.expected import read_layout
 from lockstep.checkpoint.expected.quantised import Stored, read_scheme, stored
 from lockstep.checkpoint.expected.rows import expand
@@ -300,6 +301,52 @@ def test_names_and_shapes_are_those_under_which_refits_send_weights(model_type: 
     save_file(tensors, tmp_path / "model.safetensors")
     report = inspect(tmp_path)
     assert report.ok, report.text()
+
+
+def carried_out(transform: Any, source: Path, target: Path) -> Path:
+    """A stage in the plainest way: everything in memory, written by safetensors."""
+    index = read_checkpoint(source)
+    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    made: dict[str, torch.Tensor] = {}
+    for group in transform.outputs(index):
+        copied = all(tensor.verbatim for tensor in group.tensors)
+        made |= {t.name: tensors[t.sources[0]] for t in group.tensors} if copied else {}
+        made |= {} if copied else transform.make(group, lambda name: tensors[name])
+    return write_files(target, transform.config(index), made)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe", "glm_moe_dsa", "deepseek_v4_plain"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_ue8m0", "mxfp4_experts"])
+def test_what_the_converter_writes_is_what_the_lists_expect_and_so_is_the_way_back(
+    family: str, scheme: Any, tmp_path: Path
+) -> None:
+    if family == "llama_tied" and scheme == "mxfp4_experts":
+        return  # it has no experts
+    source = write_checkpoint(tmp_path / "source", family)
+    quantised = inspect(carried_out(Quantise(scheme), source, tmp_path / "quantised"))
+    assert quantised.ok, quantised.text()
+    assert quantised.quantisation == scheme
+    plain = inspect(carried_out(Dequantise(), tmp_path / "quantised", tmp_path / "plain"))
+    assert plain.ok, plain.text()
+    assert plain.quantisation == "none"
+
+
+def test_codes_of_the_other_fp8_are_only_what_the_configuration_says(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "glm_moe_dsa_fp8")
+
+    def other(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["quantization_config"]["fmt"] = "e4m3fnuz"
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensors[name] = tensor.view(torch.uint8).view(torch.float8_e4m3fnuz)
+
+    rewritten(tmp_path, lambda config, _: config["quantization_config"].update(fmt="e4m3fnuz"))
+    assert "F8_E4M3 [32, 64], expected F8_E4M3FNUZ" in inspect(tmp_path).text()
+    rewritten(tmp_path, other)
+    wrong = {problem.kind for problem in inspect(tmp_path).problems}
+    assert wrong <= {"values are wrong"}, "0x80, minus zero in e4m3fn, is NaN in e4m3fnuz"
+    rewritten(tmp_path, lambda config, _: config["quantization_config"].update(fmt="e4m3"))
+    assert "F8_E4M3FNUZ [32, 64], expected F8_E4M3 [" in inspect(tmp_path).text()
 
 
 # --- one thing wrong --------------------------------------------------------------------------------------------------

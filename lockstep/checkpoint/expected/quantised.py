@@ -9,6 +9,8 @@ all others must follow it.
 | GLM-5.2-FP8, Qwen3-…-FP8 | F8_E4M3 128 × 128, F32 ``X.weight_scale_inv`` | same |
 | DeepSeek-V4-Flash, -Pro | F8_E4M3 128 × 128, F8_E8M0 ``X.scale`` | I8: 2 e2m1 codes; F8_E8M0 ``X.scale`` of 1 × 32 |
 | DeepSeek-V4-Flash, repackaged | F8_E4M3 128 × 128, F32 ``X.weight_scale_inv`` | same |
+
+Some repackages store float32 scales rounded to BF16.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from lockstep.checkpoint.records import TensorEntry
 Form = Literal["plain", "fp8", "fp4"]
 
 FP4_BLOCK = 32
+MXFP4_EXPERTS = "lockstep_mxfp4_experts"
+"""``quant_method`` of experts in mxfp4 beside plain linears, for which no published checkpoint has a word."""
 _MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CODES = {"e4m3": "F8_E4M3", "e4m3fnuz": "F8_E4M3FNUZ"}
 
@@ -63,7 +67,7 @@ class Scheme:
             return "mxfp4_experts"
         if self.linears == "plain":
             return "none"
-        return "fp8" if self.fp8_scale_dtype == "F32" else "fp8_ue8m0"
+        return "fp8_ue8m0" if self.fp8_scale_dtype == "F8_E8M0" else "fp8"
 
     def form(self, tensor: Expected) -> Form:
         """How an expected tensor is stored."""
@@ -94,17 +98,18 @@ def read_scheme(
         return Scheme(model_dtype=model_dtype)
     section = read.section("quantization_config")
     method, fmt = section.config.get("quant_method"), section.config.get("fmt", "e4m3")
-    if method != "fp8":
+    if method not in ("fp8", MXFP4_EXPERTS):
         section.refuse("quant_method", f"{shown(method)} is not known here; fp8 in blocks is")
         return Scheme(model_dtype=model_dtype)
+    packed_alone = method == MXFP4_EXPERTS
     if not isinstance(fmt, str) or fmt not in _CODES:
         section.refuse("fmt", f"{shown(fmt)} is none of {', '.join(_CODES)}")
         fmt = "e4m3"
     suffix = _scale_suffix(expected, tensors)
     experts = _experts_form(read, section, expected, tensors)
     scheme = Scheme(
-        linears="fp8",
-        experts=experts,
+        linears="plain" if packed_alone else "fp8",
+        experts="fp4" if packed_alone else experts,
         model_dtype=model_dtype,
         code_dtype=_CODES[fmt],
         block=_block(section),
@@ -117,7 +122,7 @@ def read_scheme(
     packed = (name for name, tensor in expected.items() if scheme.form(tensor) == "fp4")
     return replace(
         scheme,
-        fp8_scale_dtype=_first_dtype(scales, tensors, ("F32", "F8_E8M0")),
+        fp8_scale_dtype=_first_dtype(scales, tensors, ("F32", "F8_E8M0", "BF16")),
         packed_dtype=_first_dtype(packed, tensors, ("I8", "U8")),
     )
 
