@@ -128,8 +128,8 @@ class WeightReceiver(Protocol):
         ...
 
     def commit(self) -> tuple[DerivedReport, ...]:
-        """Rebuild derived state, drop caches, take up the new version: it may be scored and looked at, and no request is
-        admitted yet. Reports what each registry entry changed."""
+        """Rebuild derived state, drop caches, take up the new version: it may be scored and looked at, and no request
+        is admitted yet. Reports what each registry entry changed."""
         ...
 
     def resume(self) -> None:

@@ -88,8 +88,8 @@ def shared_weights_have_one_dtype(config: RunConfig) -> Iterator[Violation]:
 
 @rule
 def quantised_weights_are_copies(config: RunConfig) -> Iterator[Violation]:
-    """Quantised weights are other tensors than the trainer's, so there is nothing to alias. Of the schemes that the fsdp
-    trainer can send, vLLM's loaders take fp8 with float32 scales."""
+    """Quantised weights are other tensors than the trainer's, so there is nothing to alias. Of the schemes that the
+    fsdp trainer can send, vLLM's loaders take fp8 with float32 scales."""
     scheme = config.rollout.quantisation
     if scheme == "none":
         return
