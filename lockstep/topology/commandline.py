@@ -29,12 +29,16 @@ from lockstep.topology.shell_syntax import ShellError
 from lockstep.topology.shell_values import Unknown, Value
 
 PROCESSES = ("trainer", "engine")
-_ROWS = {
+ROWS = {
     "megatron": flags_megatron.TRAINER,
     "miles": flags_miles.TRAIN,
+    "verl": flags_verl.KEYS,
     "vllm": flags_vllm.SERVER,
     "sglang": flags_sglang.SERVER,
 }
+"""The table of each project: what its options mean."""
+
+_MODEL_FLAGS = ("--hf-checkpoint", "--model-path", "--model", "actor_rollout_ref.model.path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,9 @@ class Launch:
     """One launch command that was read.
 
     ``job`` is None where its numbers make none; ``model_known`` False: only rules that read nothing of the model may
-    judge it. ``environment`` is what the script gives to each process; ``unread`` flags that exist but say nothing of
-    layout or memory; ``findings`` what is wrong with the command itself; ``assumptions`` what was filled in.
+    judge it. ``environment`` is what the script gives to each process; ``origins`` the option of each setting;
+    ``unread`` flags that exist but say nothing of layout or memory; ``findings`` what is wrong with the command
+    itself; ``assumptions`` what was filled in.
     """
 
     project: str
@@ -54,6 +59,7 @@ class Launch:
     model_origin: str
     settings: Mapping[str, Any]
     environment: Mapping[str, Mapping[str, str]]
+    origins: Mapping[str, Option] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -162,8 +168,9 @@ def _read(program: Program, script: Script, schedule: Mapping[str, Value], aroun
         model_origin=model.origin if model else "",
         settings=settings,
         environment=environment,
+        origins=options.origins,
         unread=tuple(options.unread),
-        findings=tuple(findings),
+        findings=tuple(_eased(findings, model is not None)),
         assumptions=assumptions,
     )
 
@@ -172,7 +179,7 @@ def _options(program: Program, given: Mapping[str, str]) -> Options:
     if program.project == "verl":
         return read_overrides(program.arguments, flags_verl.KEYS, given)
     words = list(program.arguments)
-    rows = _ROWS[program.project]
+    rows = ROWS[program.project]
     options = read_flags(words, rows, program.project, given, underscores=program.project == "vllm")
     if program.project == "vllm" and options.positional and "launch.model" not in options.settings:
         name = options.positional[0]
@@ -192,7 +199,7 @@ def _unsettled(options: Options, script: Script) -> list[Finding]:
     """What is not known statically, with the way to state it."""
     found: list[Finding] = []
     for option in options.unsettled.values():
-        if option.flag in ("--hf-checkpoint", "--model-path", "--model", "actor_rollout_ref.model.path"):
+        if option.flag in _MODEL_FLAGS:
             options.settings.setdefault("launch.model", option.values[0].text)
         unknown = next(piece for value in option.values for piece in value.unknowns)
         reason = f" ({unknown.reason})" if unknown.reason else ""
@@ -206,6 +213,17 @@ def _unsettled(options: Options, script: Script) -> list[Finding]:
         repair = f"give --set-variable '{unknown.variable}=…'" if unknown.variable else "write the options out"
         found.append(Finding("not-known", "warning", message, repair))
     return found
+
+
+def _eased(findings: list[Finding], model_known: bool) -> list[Finding]:
+    """What is not known of a model that is known all the same is a note: its checkpoint's folder, its sizes."""
+    of_model = re.compile(r": (?:(?:" + "|".join(map(re.escape, _MODEL_FLAGS)) + r") |\$\{?\w*MODEL)|model_args")
+    return [
+        replace(finding, severity="note")
+        if model_known and finding.rule == "not-known" and of_model.search(finding.message)
+        else finding
+        for finding in findings
+    ]
 
 
 def _statement(unknown: Unknown, option: Option) -> str:
@@ -235,8 +253,7 @@ def _model(
         model = identify(path, sizes, settings, around.read_config) or _hinted(options, sizes, settings, script)
     except ConfigError as error:
         problems = "; ".join(violation.message for violation in error.violations)
-        finding = Finding("model-unknown", "warning", f"{path[:120]}/config.json is not read: {problems}")
-        return None, (finding,)
+        return None, (Finding("model-unknown", "warning", f"{error.subject[:120]} is not read: {problems}"),)
     if model is not None:
         return model, model.findings
     named = f"{path[:120]!r} is no model of the catalogue" if path else "the command names no checkpoint"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lockstep.topology.launch_flags import Row, choice, integer, number, text
+from lockstep.topology.launch_flags import NotRead, Row, choice, integer, number, text
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _DISTRIBUTED = f"{_ARGUMENTS}: _add_distributed_args"
@@ -26,13 +26,13 @@ def hierarchy(value: str) -> tuple[int, ...]:
 def layer_frequency(value: str) -> int:
     """Leading dense layers of ``--moe-layer-freq``: a list of 0 and 1 as Python writes it, with ``[0]*3+[1]*75``.
 
-    Source: ``megatron/training/arguments.py: moe_freq_type``. Raises ValueError for a pattern that isn't dense layers
-    first, which no model of the catalogue has.
+    Source: ``megatron/training/arguments.py: moe_freq_type``. Raises ValueError for what is no such list, NotRead for a
+    pattern that isn't dense layers first.
     """
     layers: list[int] = []
     if re.fullmatch(r"[0-9]+", value.strip()):
         if int(value) != 1:
-            raise ValueError(f"a dense layer at every layer that {value} does not divide is not read")
+            raise NotRead(f"expert layers at every {value}th layer are not read")
         return 0
     for term in value.replace(" ", "").split("+"):
         match = re.fullmatch(r"\(?\[([01](?:,[01])*)\]\)?(?:\*([0-9]{1,4}))?", term)
@@ -41,7 +41,7 @@ def layer_frequency(value: str) -> int:
         layers += [int(piece) for piece in match.group(1).split(",")] * int(match.group(2) or 1)
     dense = layers.index(1) if 1 in layers else len(layers)
     if 0 in layers[dense:]:
-        raise ValueError("dense layers after the first expert layer are not read")
+        raise NotRead("dense layers after the first expert layer are not read")
     return dense
 
 
@@ -86,7 +86,9 @@ LAYOUT: dict[str, Row] = {
     "--cuda-graph-impl": Row("train.switches.cuda_graphs", _TRANSFORMER, choice({"none": False}, default=True)),
     "--group-query-attention": Row("train.switches.group_query_attention", _SIZE),
     "--attention-backend": Row(
-        "train.switches.fused_attention", _TRANSFORMER, lambda value: {"auto": None, "fused": True}.get(value, False)
+        "train.switches.fused_attention",
+        _TRANSFORMER,
+        lambda value: {"fused": True, "unfused": False, "local": False}.get(value),
     ),
     "--disable-bias-linear": Row("train.switches.moe_linear_bias", _SIZE, present=False),
     "--no-rope-fusion": Row("train.switches.rope_fusion", _SIZE, present=False),

@@ -30,8 +30,12 @@ OWN: dict[str, Row] = {
     "--rematerialize-param-from-master-weight": Row("memory.rematerialise_weights", _TRAIN),
     "--train-backend": Row("train.backend", _TRAIN, choice({"megatron": "megatron", "fsdp": "fsdp"})),
     "--dp-replicate-size": Row("train.replicate", "miles/backends/fsdp_utils/arguments.py: FSDPArgs", integer),
+    "--gradient-checkpointing": Row(
+        "memory.recompute", "miles/backends/fsdp_utils/arguments.py: FSDPArgs", present="full"
+    ),
     "--qkv-format": Row("batch.packing", _TRAIN, choice({"thd": True, "bshd": False})),
     "--log-probs-chunk-size": Row("batch.logprob_chunk_tokens", _TRAIN, integer),
+    "--allgather-cp": Row("train.cp_partition", _TRAIN, present="contiguous"),
     "--train-env-vars": Row("launch.train_environment", _TRAIN, text),
     "--hf-checkpoint": Row("launch.model", _ROLLOUT, text),
     "--fully-async": Row("job.fully_async", _ROLLOUT),

@@ -1,4 +1,4 @@
-"""SGLang's server arguments as settings of an engine. Sources are files of sgl-project/sglang 0.5.23, ``sglang/srt``."""
+"""SGLang's server arguments as settings of an engine. Sources: sgl-project/sglang 0.5.23, files of ``sglang/srt``."""
 
 from __future__ import annotations
 

@@ -32,6 +32,10 @@ _GENERAL: dict[str, Row] = {
     f"{_A}ppo_max_token_len_per_gpu": Row("batch.max_tokens_per_gpu", _ACTOR, integer),
     f"{_A}use_dynamic_bsz": Row("launch.dynamic_batch", _ACTOR, boolean),
     "actor_rollout_ref.model.use_remove_padding": Row("batch.packing", "model/hf_model.yaml", boolean),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Row(
+        "launch.checkpointing", "model/hf_model.yaml", boolean
+    ),
+    f"{_R}free_cache_engine": Row("launch.frees_cache", _ROLLOUT, boolean),
     f"{_A}router_replay.mode": Row("job.routing_replay", _ACTOR, choice({"disabled": False}, default=True)),
     f"{_R}checkpoint_engine.update_weights_bucket_megabytes": Row("launch.bucket_megabytes", _ROLLOUT, integer),
 }
@@ -92,6 +96,9 @@ _PASSED: dict[str, Row] = {
     f"{_TRANSFORMER}moe_grouped_gemm": Row("train.switches.moe_grouped_gemm", _OVERRIDE, boolean),
     f"{_TRANSFORMER}moe_shared_expert_overlap": Row("train.switches.moe_shared_expert_overlap", _OVERRIDE, boolean),
     f"{_TRANSFORMER}cp_comm_type": Row("train.cp_comm_type", _OVERRIDE, text),
+    f"{_TRANSFORMER}cp_partition_mode": Row(
+        "train.cp_partition", _OVERRIDE, choice({"contiguous": "contiguous", "zigzag": "zigzag"})
+    ),
     f"{_OPTIM}optimizer_cpu_offload": Row("launch.optimizer_offload", _OPTIMIZER, boolean),
     f"{_OPTIM}optimizer_offload_fraction": Row("launch.optimizer_offload_fraction", _OPTIMIZER, number),
     f"{_OPTIM}use_precision_aware_optimizer": Row("memory.precision_aware_optimizer", _OPTIMIZER, boolean),
@@ -114,5 +121,15 @@ DEFAULTS: dict[str, object] = {
     "launch.mini_batch_prompts": 256,
     "train.sequence_parallel": True,
     "launch.bucket_megabytes": 2048,
+    "launch.checkpointing": True,
+    "launch.frees_cache": True,
 }
 """verl's own values of keys that a command leaves out, from the same files."""
+
+ENVIRONMENT: dict[str, str] = {
+    "NCCL_DEBUG": "WARN",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+}
+"""What verl itself gives to its workers unless the shell has it (``verl/trainer/constants_ppo.py``)."""

@@ -30,6 +30,10 @@ class Row:
     aliases: tuple[str, ...] = field(default=())
 
 
+class NotRead(ValueError):
+    """A value that may well be right and that nothing here knows of."""
+
+
 def integer(text: str) -> int:
     """A whole number; underscores and exponents are no part of it."""
     if not re.fullmatch(r"[-+]?[0-9]{1,18}", text.strip()):
@@ -64,11 +68,11 @@ def optional(convert: Convert) -> Convert:
 
 
 def choice(mapping: Mapping[str, Any], default: Any = None) -> Convert:
-    """One of a set of texts; ``default`` for any other, which has to be refused where it is None."""
+    """One of a set of texts; ``default`` for any other. Raises NotRead where that is None."""
 
     def convert(value: str) -> Any:
         if value not in mapping and default is None:
-            raise ValueError(f"{value!r} is none of {', '.join(mapping)}")
+            raise NotRead(f"{value!r} is not read here, only {', '.join(mapping)}")
         return mapping.get(value, default)
 
     return convert

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lockstep.topology.flags_verl import DEFAULTS
+from lockstep.topology.flags_verl import ENVIRONMENT as VERL_ENVIRONMENT
 from lockstep.topology.launch_models import KnownModel, unknown_shape
 from lockstep.topology.launch_programs import Program
 from lockstep.topology.records import (
@@ -20,6 +21,12 @@ from lockstep.topology.records import (
 )
 
 Settings = dict[str, Any]
+
+MAX_DEVICES = 1 << 16
+_SIZES = (
+    *("nodes", "gpus_per_node", "rollout_gpus", "gpus_per_engine", "tp", "pp", "cp", "ep", "etp", "dp", "replicate"),
+    *("virtual_stages", "first_stage_layers", "last_stage_layers", "prefill_cp", "decode_cp", "attention_cp", "moe_dp"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +69,35 @@ def build_job(
         name=f"{program.name}, line {program.line}",
         model=shape,
         hardware=hardware,
-        train=None if engine_only else _layout(program, settings),
+        train=None if engine_only else _layout(program, settings, model, assumptions),
         memory=_memory(program, settings),
         engine=engine,
         batch=_batch(program, settings, assumptions),
-        environment=environment,
+        environment=_with_own(program, environment),
         **_options(program, settings),
     )
-    return Built(_placed(job, program, settings, cluster, assumptions), tuple(assumptions))
+    placed = _placed(job, program, settings, cluster, assumptions)
+    _bounded(placed)
+    return Built(placed, tuple(assumptions))
+
+
+def _bounded(job: Job) -> None:
+    """Raises ValueError for numbers that no cluster has: rules try values near them."""
+    records = {"train": job.train, "engine": job.engine, "": job}
+    for prefix, record in records.items():
+        for name in _SIZES:
+            value = getattr(record, name, None)
+            if isinstance(value, int) and not -1 <= value <= MAX_DEVICES:
+                raise ValueError(f"{f'{prefix}.{name}'.lstrip('.')} {value} is beyond {MAX_DEVICES}")
+    if job.num_gpus > MAX_DEVICES:
+        raise ValueError(f"{job.nodes} × {job.gpus_per_node} devices are more than {MAX_DEVICES}")
+
+
+def _with_own(program: Program, environment: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, str]]:
+    """The script's variables on top of those that its program sets itself."""
+    if program.project != "verl":
+        return environment
+    return {process: {**VERL_ENVIRONMENT, **table} for process, table in environment.items()}
 
 
 def _routes(settings: Mapping[str, Any]) -> bool:
@@ -79,10 +107,10 @@ def _routes(settings: Mapping[str, Any]) -> bool:
 def _hardware_of(environment: Mapping[str, Mapping[str, str]]) -> Hardware:
     names = {name for table in environment.values() for name in table}
     amd = any(name.startswith(("HIP_", "ROCR_", "HSA_", "RCCL_", "AITER_")) for name in names)
-    return Hardware(name="hardware that is not stated", vendor="amd" if amd else "nvidia")
+    return Hardware(name="devices that are not stated", vendor="amd" if amd else "nvidia")
 
 
-def _layout(program: Program, settings: Settings) -> TrainLayout:
+def _layout(program: Program, settings: Settings, model: KnownModel | None, assumptions: list[str]) -> TrainLayout:
     values = part(settings, "train", TrainLayout)
     switches = part(settings, "train.switches", MegatronSwitches)
     defaults: dict[str, Any] = {"backend": "megatron"}
@@ -104,7 +132,17 @@ def _layout(program: Program, settings: Settings) -> TrainLayout:
     layout = TrainLayout(**values, switches=MegatronSwitches(**switches))
     if layout.moe_dispatcher is None and program.project == "megatron":
         layout = replace(layout, moe_dispatcher="allgather")  # TransformerConfig.moe_token_dispatcher_type
+    sparse = model is not None and model.shape.attention == "mla_dsa" and layout.cp > 1
+    if sparse and layout.cp_comm_type is None and is_slime(program):
+        layout = replace(layout, cp_comm_type="all_gather")
+        assumptions.append("slime's GLM-5 layers gather over the context-parallel ranks (slime_plugins/models/glm5)")
     return layout
+
+
+def is_slime(program: Program) -> bool:
+    """Whether miles' older relative is what the command starts: by a path that names it."""
+    paths = [program.name, *(value.text for value in program.environment.values())]
+    return any("slime" in path and "miles" not in path for path in paths)
 
 
 def _memory(program: Program, settings: Settings) -> TrainMemory:
@@ -112,6 +150,8 @@ def _memory(program: Program, settings: Settings) -> TrainMemory:
     if program.project == "megatron":
         values.setdefault("distributed_optimizer", False)
         values.setdefault("weight_dtype", "fp32")
+    if program.project == "verl" and settings.get("train.backend", "fsdp") == "fsdp":
+        values["recompute"] = "full" if settings.get("launch.checkpointing") else "none"
     if settings.get("launch.fp8_format"):
         values.setdefault("fp8", settings.get("launch.fp8_recipe", "delayed"))
     if values.get("precision_aware_optimizer") and "launch.main_grads" in settings:
@@ -129,8 +169,8 @@ def _engine(program: Program, settings: Settings, model: KnownModel | None) -> E
     values = part(settings, "engine", EngineLayout)
     names = {"vllm": "vllm", "sglang": "sglang", "miles": "sglang"}
     values.setdefault("engine", names.get(program.project, "vllm"))
-    if model and model.quantised:
-        values.setdefault("quantisation", "fp8")
+    if model and model.quantisation != "none":
+        values.setdefault("quantisation", model.quantisation)
     pp, dp = values.get("pp", 1), values.get("dp", 1)
     if program.project == "miles":
         values["tp"] = max(1, values.get("gpus_per_engine", 1) // max(1, pp))
@@ -177,6 +217,7 @@ def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batc
 def _options(program: Program, settings: Settings) -> dict[str, Any]:
     names = ("fully_async", "max_staleness", "partial_rollout", "pause_mode", "routing_replay", "indexer_replay")
     options = {name: settings[f"job.{name}"] for name in names if f"job.{name}" in settings}
+    options["engine_sleeps"] = settings.get("launch.frees_cache", True)
     if "job.refit_bucket_bytes" in settings:
         options["refit_bucket_bytes"] = settings["job.refit_bucket_bytes"]
     elif "launch.bucket_megabytes" in settings and program.project == "verl":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
+from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology.catalogue import model_names, model_shape, prune
 from lockstep.topology.records import Attention, Finding, ModelShape
 
@@ -20,6 +21,7 @@ _ALIASES = {
     "smollm2-135m-instruct": "smollm2-135m",
 }
 _REQUIRED = ("num_layers", "hidden", "num_heads")
+MAX_LAYERS, MAX_SIZE = 512, 1 << 24
 _SHOWN = {"num_layers", "hidden", "num_heads", "num_kv_heads", "num_experts", "experts_per_token", "moe_ffn", "vocab"}
 
 
@@ -29,7 +31,7 @@ class KnownModel:
 
     shape: ModelShape
     origin: str
-    quantised: bool = False
+    quantisation: Literal["none", "fp8", "mxfp4_experts"] = "none"
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -73,24 +75,36 @@ def identify(
     ``path`` is the checkpoint ("" if there is none), ``sizes`` what Megatron's flags say, by field of `ModelShape`;
     ``read_config`` returns a local checkpoint's configuration. Flags that disagree with the checkpoint are a finding.
     """
-    quantised = bool(re.search(r"fp8", path.lower()))
+    quantisation, assumed = _quantisation(path)
     config = read_config(path) if read_config and path and len(path) < 4096 else None
     if config is not None:
         from lockstep.topology.shapes import shape_from_config
 
         shape = shape_from_config(config, catalogue_name(path) or path.rstrip("/").rpartition("/")[2] or path)
-        quantised = quantised or "quantization_config" in config
-        return _compared(KnownModel(shape, f"{path}/config.json", quantised), sizes)
+        block = config.get("quantization_config")
+        if quantisation == "none" and isinstance(block, Mapping) and block.get("quant_method") == "fp8":
+            quantisation = "fp8"
+        return _compared(KnownModel(shape, f"{path}/config.json", quantisation, (), assumed), sizes)
     name = catalogue_name(path)
     if name is not None:
         shape = model_shape(name)
         layers = pruned_layers(path)
         if layers is not None and layers < shape.num_layers:
             shape = prune(shape, layers)
-        return _compared(KnownModel(shape, f"the catalogue, as {name}", quantised), sizes)
+        return _compared(KnownModel(shape, f"the catalogue, as {name}", quantisation, (), assumed), sizes)
     if all(size in sizes for size in _REQUIRED):
         return _from_sizes(path, sizes, settings)
     return None
+
+
+def _quantisation(path: str) -> tuple[Literal["none", "fp8", "mxfp4_experts"], tuple[str, ...]]:
+    """The precision of a checkpoint's weights by its name."""
+    name = path.lower()
+    if "fp8" in name:
+        return "fp8", ()
+    if match := re.search(r"int4|w4a\d+|awq|gptq|nvfp4|mxfp4", name):
+        return "mxfp4_experts", (f"{match.group()} weights are counted as MXFP4 experts: 4 bits and a scale for 32",)
+    return "none", ()
 
 
 def _compared(known: KnownModel, sizes: Mapping[str, Any]) -> KnownModel:
@@ -119,7 +133,15 @@ def _flag_of(size: str) -> str:
 
 
 def _from_sizes(path: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]) -> KnownModel:
-    """A shape from Megatron's own flags. Missing sizes are Megatron's defaults (``TransformerConfig``)."""
+    """A shape from Megatron's own flags. Missing sizes are Megatron's defaults (``TransformerConfig``). Raises
+    ConfigError for sizes that no model has."""
+    problems = [
+        Violation(_flag_of(name), f"{_flag_of(name)} {value} is beyond any model", f"give 0 to {limit}")
+        for name, value in sizes.items()
+        if isinstance(value, int) and not 0 <= value <= (limit := MAX_LAYERS if name == "num_layers" else MAX_SIZE)
+    ]
+    if problems or sizes["num_layers"] < 1:
+        raise ConfigError("the model's sizes", problems or [Violation("--num-layers", "no layers", "give at least 1")])
     heads, hidden = sizes["num_heads"], sizes["hidden"]
     experts = sizes.get("num_experts", 0)
     assumptions: list[str] = []
@@ -161,7 +183,8 @@ def _from_sizes(path: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]
             if attention != "gqa"
         },
     )
-    return KnownModel(shape, "the flags' sizes", bool(re.search("fp8", path.lower())), (), tuple(assumptions))
+    quantisation, assumed = _quantisation(path)
+    return KnownModel(shape, "the flags' sizes", quantisation, (), (*assumptions, *assumed))
 
 
 def unknown_shape(num_experts: int) -> ModelShape:

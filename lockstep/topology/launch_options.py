@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.topology.launch_flags import Row, abbreviated, known_flags, lookup, nearest_flag
+from lockstep.topology.launch_flags import NotRead, Row, abbreviated, known_flags, lookup, nearest_flag
 from lockstep.topology.records import Finding
 from lockstep.topology.shell_values import Unknown, Value
 
@@ -30,11 +30,16 @@ class Option:
 
 @dataclass(slots=True)
 class Options:
-    """Options of a program. ``settings``: value by the rows' target; ``by_flag``: the last option of each flag;
-    ``positional``: words that belong to no flag; ``opaque``: words that may hold any number of options."""
+    """Options of a program.
+
+    ``settings``: value by the rows' target; ``by_flag``: the last option of each flag; ``origins``: the option that a
+    setting comes from; ``positional``: words that belong to no flag; ``opaque``: words that may hold any number of
+    options; ``unread``: flags that exist and have no row; ``unsettled``: those with a row whose value is not known.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     by_flag: dict[str, Option] = field(default_factory=dict)
+    origins: dict[str, Option] = field(default_factory=dict)
     positional: list[Value] = field(default_factory=list)
     opaque: list[Unknown] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -143,6 +148,7 @@ def _add(options: Options, option: Option, table: Mapping[str, Row], project: st
             options.unread.append(option.flag)
         return
     options.settings.pop(row.target, None)
+    options.origins[row.target] = option
     if row.convert is None:
         options.settings[row.target] = row.present
         return
@@ -159,6 +165,10 @@ def _add(options: Options, option: Option, table: Mapping[str, Row], project: st
     else:
         try:
             options.settings[row.target] = row.convert(value.known)
+        except NotRead as error:
+            options.settings.pop(row.target, None)
+            message = f"line {option.line}: {option.flag}: {error}"
+            options.findings.append(Finding("flag-not-read", "warning", message, source=row.source))
         except ValueError as error:
             message = f"line {option.line}: {option.flag} {value.known[:80]}: {error}"
             options.findings.append(Finding("flag-value", "error", message, source=row.source))

@@ -165,7 +165,7 @@ def _engine_items(job: Job, trainer: _Trainer, engine: EngineMemory | None, phas
         return engine.awake
     if phase == "refit":
         return (*engine.loaded, *_buckets(job, "engine"))
-    if not trainer.own:
+    if job.engine_sleeps or (not trainer.own and job.engine_sleeps is None):
         return engine.asleep
     # Lockstep's loop keeps its engine loaded: vLLM's pool of caches stays too, the embedded engine's goes.
     embedded = job.engine is not None and job.engine.engine == "torch"

@@ -264,7 +264,9 @@ class Job:
     """A whole job. ``nodes × gpus_per_node`` devices; colocated: the engines share the trainer's devices, otherwise
     ``rollout_gpus`` are the engines' own and the trainer has the rest. ``environment`` is what the recipe sets, by
     process ("trainer", "engine"). ``max_staleness``: how many policy versions old a batch may be when it is taken;
-    ``pause_mode``: what a weight update does to requests in flight ("abort", "retract", "in_place")."""
+    ``pause_mode``: what a weight update does to requests in flight ("abort", "retract", "in_place").
+    ``engine_sleeps``: whether a colocated engine frees its memory while the trainer works (None: beside a Megatron
+    trainer it does, in Lockstep's own loop its cache stays)."""
 
     name: str
     model: ModelShape
@@ -281,6 +283,7 @@ class Job:
     max_staleness: int | None = None
     partial_rollout: bool = False
     pause_mode: str | None = None
+    engine_sleeps: bool | None = None
     routing_replay: bool = False
     indexer_replay: bool = False
     refit_bucket_bytes: int | None = None
