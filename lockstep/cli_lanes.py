@@ -66,17 +66,17 @@ def plan(
         raise typer.Exit(1)
 
 
-@lanes_app.command(epilog="Example:  lockstep lanes matrix --plan plan.json --stage one-gpu --hardware h200")
+@lanes_app.command(epilog="Example:  lockstep lanes matrix --plan plan.json --stage one-gpu --vendor cuda")
 def matrix(
     plan_file: PlanOption,
     stage: StageOption,
-    hardware: Annotated[list[str] | None, typer.Option("--hardware", help="Only this model. Repeatable.")] = None,
+    vendor: Annotated[list[str] | None, typer.Option("--vendor", help="Only cpu, cuda or rocm. Repeatable.")] = None,
 ) -> None:
     """Print a stage's jobs as one line of JSON, for a workflow's matrix."""
     from lockstep.lanes.commands import load_plan
     from lockstep.lanes.plan import matrix as of_stage
 
-    print(json.dumps(of_stage(load_plan(plan_file), stage, tuple(hardware or ()))))
+    print(json.dumps(of_stage(load_plan(plan_file), stage, tuple(vendor or ()))))
 
 
 @lanes_app.command(

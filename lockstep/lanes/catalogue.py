@@ -36,7 +36,8 @@ NIGHTLY = "nightly"
 class Lane:
     """Tests that need the same kind of machine. Times in minutes: a shard's aim, a job's limit.
 
-    A test's timeout is its estimate times ``timeout_factor``, at least ``min_timeout_s`` seconds.
+    A test's timeout is its estimate times ``timeout_factor``, at least ``min_timeout_s`` seconds. ``setup`` is a shell
+    command that a workflow runs before, on the machine; ``python`` the interpreter that then runs pytest.
     """
 
     stage: str
@@ -47,6 +48,8 @@ class Lane:
     retries: int = 0
     timeout_factor: float = 3.0
     min_timeout_s: float = 60.0
+    setup: str = "true"
+    python: str = "python3"
 
 
 @dataclass(frozen=True, slots=True)

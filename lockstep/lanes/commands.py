@@ -18,6 +18,9 @@ from lockstep.lanes.history import drifts, load_history, read_junit, save_histor
 from lockstep.lanes.plan import Plan, make_plan, read_project
 from lockstep.lanes.status import Row, coverage_block, recipe_names, status
 
+WORST_FIRST = ("failure", "cancelled", "success", "skipped")
+"""Results of a stage's jobs; a stage of which one job ran and another had nothing to run has succeeded."""
+
 
 def today() -> date:
     """The date in UTC, on which disables expire everywhere at once."""
@@ -63,16 +66,22 @@ def load_plan(path: Path) -> Plan:
 def read_results(text: str, stages: Sequence[str]) -> dict[str, str]:
     """Result by stage from ``{"cpu": "success"}`` or GitHub's ``{"cpu": {"result": "success", …}}``.
 
-    Other jobs of the workflow are left out. Raises ``LanesError``.
+    Jobs named ``STAGE-…`` count for their stage, of which the worst result holds; other jobs are left out. Raises
+    ``LanesError``.
     """
     try:
         table: dict[str, Any] = json.loads(text)
-        results = {name: one if isinstance(one, str) else one["result"] for name, one in table.items()}
+        jobs = {name: one if isinstance(one, str) else one["result"] for name, one in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LanesError(
             f'--results: expected {{"cpu": "success"}} or toJSON(needs), got {text[:80]!r} ({error!r})'
         ) from None
-    return {name: result for name, result in results.items() if name in stages}
+    results: dict[str, str] = {}
+    for stage in stages:
+        of_stage = [result for name, result in jobs.items() if name == stage or name.startswith(f"{stage}-")]
+        if of_stage:
+            results[stage] = min(of_stage, key=lambda one: WORST_FIRST.index(one) if one in WORST_FIRST else -1)
+    return results
 
 
 def load_runs(root: Path, evidence: Sequence[Path] | None) -> list[Run]:

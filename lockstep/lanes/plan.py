@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -30,6 +31,8 @@ from lockstep.lanes.select import Decision, Request, all_cases, select
 from lockstep.lanes.shards import num_shards_for, split
 
 SCHEMA = 1
+UNKNOWN = "unknown"
+"""Commit of a tree that git can't tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class Job:
     runs_on: tuple[str, ...]
     image: str
     dockerfile: str
+    family: str
+    setup: str
+    python: str
     shard: str
     minutes: float
     limit_minutes: float
@@ -168,12 +174,12 @@ def check_layouts(project: Project) -> list[str]:
 
 
 def commit_of(root: Path) -> str:
-    """The commit checked out, with ``+changes`` if the tree differs; ``unknown`` outside git."""
+    """The commit checked out, with ``+changes`` if the tree differs; ``UNKNOWN`` outside git."""
     try:
         commit = git(root, "rev-parse", "HEAD").strip()
         return f"{commit}+changes" if git(root, "status", "--porcelain", "--untracked-files=no").strip() else commit
     except LanesError:
-        return "unknown"
+        return UNKNOWN
 
 
 def _jobs(chosen: Sequence[Decision], catalogue: Catalogue, history: History) -> tuple[list[Job], list[str]]:
@@ -205,6 +211,8 @@ def _jobs(chosen: Sequence[Decision], catalogue: Catalogue, history: History) ->
                     stage=lane.stage, lane=lane_name, hardware=hardware, vendor=catalogue.vendor(hardware),
                     num_gpus=lane.num_gpus, runner=runners[0], runs_on=runner.labels,
                     image=image.reference if image else "", dockerfile=image.dockerfile if image else "",
+                    family=image.family if image else "",
+                    setup=lane.setup, python=lane.python,
                     shard=f"{index + 1}/{num_shards}", minutes=round(total, 2), limit_minutes=lane.limit_minutes,
                     tests=tuple((name, round(minutes[name], 3), reasons[name]) for name in sorted(names)),
                 )
@@ -220,10 +228,17 @@ def _empty_stages(jobs: Sequence[Job], decisions: Sequence[Decision], catalogue:
     ]
 
 
-def matrix(plan: Plan, stage: str, hardware: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+def matrix(plan: Plan, stage: str, vendors: Sequence[str] = ()) -> list[Mapping[str, Any]]:
     """The jobs of a stage as a workflow's matrix. Raises ``LanesError`` for an unknown stage."""
     if stage not in plan.stages:
         raise LanesError(f"unknown stage {stage}; known: {', '.join(plan.stages)}")
-    wanted = [job for job in plan.jobs if job.stage == stage and (not hardware or job.hardware in hardware)]
-    keep = ("lane", "hardware", "vendor", "num_gpus", "runs_on", "image", "dockerfile", "shard", "limit_minutes")
-    return [{name: value for name, value in asdict(job).items() if name in keep} for job in wanted]
+    wanted = [job for job in plan.jobs if job.stage == stage and (not vendors or job.vendor in vendors)]
+    keep = ("lane", "hardware", "num_gpus", "runs_on", "image", "dockerfile", "family", "setup", "python", "shard")
+    return [
+        {
+            "name": f"{job.lane}-{job.hardware}-{job.shard.replace('/', 'of')}",
+            **{name: value for name, value in asdict(job).items() if name in keep},
+            "limit_minutes": math.ceil(job.limit_minutes),
+        }
+        for job in wanted
+    ]

@@ -19,7 +19,6 @@ from lockstep.lanes.declare import Case
 from lockstep.lanes.evidence import Gate, Outcome, Result, Run, write_run
 from lockstep.lanes.hygiene import Watch, descendants, environment
 from lockstep.lanes.machine import run_tool
-from lockstep.lanes.plan import commit_of
 from lockstep.lanes.plugin import CASE, RECORDER
 from lockstep.lanes.session import Assignment
 
@@ -241,7 +240,7 @@ class LaneRun:
         run = Run(
             lane=self.assignment.lane, stage=self.lane.stage, hardware=self.assignment.hardware, vendor=machine.vendor,
             devices=machine.devices, source=machine.source, shard=self.assignment.shard,
-            commit=commit_of(self.assignment.project.root), started=self.started.isoformat(timespec="seconds"),
+            commit=self.assignment.commit, started=self.started.isoformat(timespec="seconds"),
             minutes=round((time.monotonic() - self.clock) / 60, 3), exit_status=int(session.exitstatus),
             command=tuple(str(one) for one in self.config.invocation_params.args), versions=versions(machine.vendor),
             tests=results,

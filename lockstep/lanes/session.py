@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.lanes.declare import CPU, Case
 from lockstep.lanes.errors import LanesError
 from lockstep.lanes.machine import Machine, detect
-from lockstep.lanes.plan import Plan, Project, read_project
+from lockstep.lanes.plan import UNKNOWN, Plan, Project, commit_of, read_project
 from lockstep.lanes.read import files_of_tests
 from lockstep.lanes.shards import parse_shard, shard_of_unplanned, split
 
@@ -18,7 +18,7 @@ from lockstep.lanes.shards import parse_shard, shard_of_unplanned, split
 class Assignment:
     """``cases``: those of this shard by test id. ``elsewhere``: tests known from the source that are not in it.
 
-    ``files``: what to collect. ``default``: whether the lane takes tests without a mark.
+    ``files``: what to collect. ``commit``: what is checked out; the plan's, if git can't be read here.
     """
 
     project: Project
@@ -29,6 +29,7 @@ class Assignment:
     cases: Mapping[str, Case]
     elsewhere: frozenset[str]
     files: tuple[str, ...]
+    commit: str
 
     @property
     def declared(self) -> frozenset[str]:
@@ -84,14 +85,17 @@ def assign(
     if plan_path is None:
         minutes = {test_id: project.history.minutes(case) for test_id, case in cases.items()}
         chosen = set(split(minutes, num_shards)[index])
+        planned_commit = UNKNOWN
     else:
-        chosen = _planned(plan_path, lane, hardware, shard, cases)
+        chosen, planned_commit = _planned(plan_path, lane, hardware, shard, cases)
+    commit = commit_of(root)
+    commit = planned_commit if commit == UNKNOWN else commit  # a container may not be allowed to read .git
     files = _files(project, lane, {cases[test_id].path for test_id in chosen})
     if not chosen:
         raise NothingToRunError(f"not tested: lane {lane} has nothing enabled on {hardware} in shard {shard}")
     elsewhere = frozenset(test.test_id for test in project.tests) - chosen
     kept = {test_id: case for test_id, case in cases.items() if test_id in chosen}
-    return Assignment(project, machine, lane, hardware, shard, kept, elsewhere, files)
+    return Assignment(project, machine, lane, hardware, shard, kept, elsewhere, files, commit)
 
 
 def _checked(machine: Machine, hardware: str | None, num_gpus: int, lane: str, *, check: bool) -> str:
@@ -113,7 +117,7 @@ def _checked(machine: Machine, hardware: str | None, num_gpus: int, lane: str, *
     return wanted
 
 
-def _planned(path: Path, lane: str, hardware: str, shard: str, cases: Mapping[str, Case]) -> set[str]:
+def _planned(path: Path, lane: str, hardware: str, shard: str, cases: Mapping[str, Case]) -> tuple[set[str], str]:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -126,7 +130,7 @@ def _planned(path: Path, lane: str, hardware: str, shard: str, cases: Mapping[st
     gone = sorted(planned - cases.keys())
     if gone:
         raise LanesError([f"{path}: {one} was planned, and is not enabled here: plan anew" for one in gone])
-    return planned
+    return planned, plan.commit
 
 
 def _files(project: Project, lane: str, of_cases: set[str]) -> tuple[str, ...]:

@@ -107,7 +107,8 @@ def commit(root: Path) -> Path:
 
 def run_pytest(root: Path, *arguments: str, **environment: str) -> Ended:
     """pytest with the lanes plugin in a process of its own, in a planted repository."""
-    command = [sys.executable, "-m", "pytest", "-p", "lockstep.lanes.plugin", "-p", "no:cacheprovider", *arguments]
+    others = [word for name in ("cacheprovider", "anyio", "hypothesispytest") for word in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", "-p", "lockstep.lanes.plugin", *others, *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "PYTEST_"))}
     done = subprocess.run(
         command, cwd=root, env=clean | environment, capture_output=True, text=True, timeout=120, check=False

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.lanes import LanesError
+from lockstep.lanes.commands import read_results
 from lockstep.lanes.debt import debt
 from lockstep.lanes.evidence import Gate, Result, Run, read_run, read_runs, write_run
 from lockstep.lanes.plan import Plan, make_plan, read_project
@@ -198,6 +199,19 @@ def test_a_stage_that_was_skipped_because_nothing_is_planned_in_it_holds_nothing
     assert may_start(replace(plan, problems=("expired",)), "one-gpu", {})[0] is False
     with pytest.raises(LanesError, match="unknown results"):
         may_start(plan, "one-gpu", {"cpu": "succes"})
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ('{"one-gpu-nvidia": "success", "one-gpu-amd": "skipped"}', {"one-gpu": "success"}),
+        ('{"one-gpu-nvidia": {"result": "success"}, "one-gpu-amd": {"result": "failure"}}', {"one-gpu": "failure"}),
+        ('{"one-gpu-nvidia": "skipped", "one-gpu-amd": "skipped", "plan": "success"}', {"one-gpu": "skipped"}),
+        ('{"cpu": "success", "one-gpu-nvidia": "cancelled"}', {"cpu": "success", "one-gpu": "cancelled"}),
+    ],
+)
+def test_the_worst_of_a_stages_jobs_counts(needs: str, expected: dict[str, str]) -> None:
+    assert read_results(needs, ("cpu", "one-gpu", "several")) == expected
 
 
 def test_the_gate_reads_githubs_needs(root: Path) -> None:

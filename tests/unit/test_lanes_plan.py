@@ -165,8 +165,10 @@ def test_jobs_are_placed_on_the_smallest_runner_that_fits_in_balanced_shards(tmp
     ]
     entries = matrix(made, "one-gpu")
     assert entries[0]["runs_on"] == ("self-hosted", "h200-1")
+    assert [entry["name"] for entry in entries] == ["one-h200-1of3", "one-h200-2of3", "one-h200-3of3"]
+    assert entries[0]["family"] == "sm90"
     assert entries[0]["dockerfile"] == "docker/Dockerfile.cuda"
-    assert matrix(made, "one-gpu", ["mi300x"]) == matrix(made, "cpu") == []
+    assert matrix(made, "one-gpu", ["rocm"]) == matrix(made, "cpu") == []
 
 
 def test_a_shard_that_its_job_would_cut_off_is_red(tmp_path: Path) -> None:
