@@ -28,7 +28,7 @@ EPILOG = (
 
 
 def plan(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name or a TOML file.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")] = None,
     script: Annotated[
         Path | None,
         typer.Option(

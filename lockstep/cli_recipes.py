@@ -94,7 +94,7 @@ def show(
 )
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A recipe's name or a TOML file.")],
-    second: Annotated[str | None, typer.Argument(metavar="[B]", help="Another one, or --hardware.")] = None,
+    second: Annotated[str | None, typer.Argument(metavar="B", help="Another one, or --hardware.")] = None,
     hardware: Annotated[
         tuple[str, str] | None, typer.Option("--hardware", metavar="KIND KIND", help="A's overlays for these two.")
     ] = None,

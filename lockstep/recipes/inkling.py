@@ -116,7 +116,7 @@ def gb300() -> Changes:
         **_trays(16),
         "trainer.layout.pp": (4, "four stages of four trays"),
         "trainer.layout.last_stage_layers": (15, "66 = 17 + 17 + 17 + 15; it has the head too"),
-        **_offload(0.25, "302 GB a device without, by the plan; the public profile does not say how it fits"),
+        **_offload(0.25, "by the plan the states leave no margin; the public profile does not say how they fit"),
     }
 
 
@@ -126,7 +126,7 @@ def gb300_12() -> Changes:
     return {
         **_trays(12),
         "trainer.layout.pp": (3, "66 = 22 + 22 + 22"),
-        **_offload(0.6, "389 GB a device without, by the plan; the public profile does not say how it fits"),
+        **_offload(0.6, "by the plan the states don't fit; the public profile does not say how they do"),
     }
 
 
@@ -142,7 +142,7 @@ def small_h200() -> Changes:
         "rollout.layout.gpus_per_engine": (8, "a node: 532 GB of weights"),
         "rollout.layout.tp": (8, "all devices of an engine"),
         "rollout.max_new_tokens": (2048, "the length that this layout was run with"),
-        **_offload(0.75, "224 GB a device without, by the plan; the public profile does not say how it fits"),
+        **_offload(0.75, "by the plan the states don't fit; the public profile does not say how they do"),
         **ONE_CONNECTION,
         **_cuda_kernels(),
     }

@@ -141,7 +141,7 @@ def chosen_overlay(recipe: str, hardware: str | None, nodes: int | None) -> Over
 
 def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] = ()) -> list[Change]:
     """The layer between a recipe and the files on it: overlay, then variants. ``above``: what those files and ``--set``
-    say, which may name the hardware. Where a recipe has overlays and none for it, a node is a whole one. Raises
+    say, which may name the hardware. Where a cluster's recipe has no overlay for it, a node is a whole one. Raises
     ``ConfigError`` for an unknown variant or two that exclude each other."""
     cluster = above.get("cluster")
     said: Mapping[str, Any] = cluster if isinstance(cluster, Mapping) else {}
@@ -152,7 +152,7 @@ def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] =
     one = chosen_overlay(recipe, hardware if isinstance(hardware, str) else None, said.get("nodes"))
     if one is not None:
         changes += as_changes(one.changes(), f"overlay {one.hardware}")
-    elif overlays_of(recipe) and isinstance(hardware, str) and hardware in hardware_names():
+    elif hardware in hardware_names() and default_hardware(recipe) is not None and overlays_of(recipe):
         devices = describe_hardware(hardware).gpus_per_node
         changes.append(Change("cluster.gpus_per_node", devices, f"hardware {hardware}: no overlay, devices of a node"))
     for picked in chosen_variants(recipe, variants, hardware):

@@ -101,6 +101,31 @@ def moe_h200() -> Changes:
     }
 
 
+@overlay(MOE, hardware="mi350x", evidence="qwen3-30b-a3b-mi350x-4")
+def moe_mi350x() -> Changes:
+    """Half a node: the layout of H200 holds on AMD devices too."""
+    return {
+        **moe_h200(),
+        "cluster.gpus_per_node": (4, "half a platform"),
+        "trainer.micro_batch_tokens": (8192, "288 GB a device"),
+    }
+
+
+@overlay(MOE, hardware="h100", evidence="qwen3-30b-a3b-h100-8")
+def moe_h100() -> Changes:
+    """A node of 80 GB a device."""
+    return {
+        "cluster.gpus_per_node": (8, "an HGX H100 has eight"),
+        "trainer.layout.tp": (4, "half a node"),
+        "trainer.layout.sequence_parallel": (True, "a MoE with tensor parallelism needs it"),
+        "trainer.layout.ep": (8, "all devices"),
+        "trainer.micro_batch_tokens": (32768, "the budget of its launcher"),
+        "algorithm.num_prompts": (32, "eight devices sample more"),
+        **_one_engine(8),
+        **ONE_CONNECTION,
+    }
+
+
 @overlay(MOE, hardware="mi355x", evidence="qwen3-30b-a3b-mi355x-4")
 def moe_mi355x() -> Changes:
     """Half a node: ROCm's all-to-all between four expert ranks."""
@@ -170,3 +195,32 @@ def qwen3_4b() -> RunConfig:
         eval=EvalConfig(every=20, num_problems=128),
         checkpoint=CheckpointConfig(every=20),
     )
+
+
+@overlay(DENSE, hardware="mi300x", evidence="qwen3-4b-mi300x-8")
+def dense_mi300x() -> Changes:
+    """A node: slime's script for AMD devices, with its longer prompts and answers."""
+    return {
+        "cluster.gpus_per_node": (8, "an MI300X platform has eight"),
+        "trainer.backend": ("megatron", "several ranks"),
+        "trainer.gradient_checkpointing": (False, "Megatron recomputes by its own settings"),
+        "trainer.weight_decay": (0.1, "as slime's script"),
+        "trainer.beta2": (0.98, "as slime's script"),
+        "trainer.micro_batch_tokens": (9216, "as slime's script"),
+        "trainer.layout.tp": (2, "one engine's devices"),
+        "trainer.layout.sequence_parallel": (True, "activations over both tensor parallel parts"),
+        "trainer.megatron.implementation": ("miles", "slime's arguments"),
+        "trainer.megatron.recompute": ("full", "as slime's script"),
+        "trainer.megatron.recompute_method": ("uniform", "as slime's script"),
+        "trainer.megatron.recompute_num_layers": (1, "as slime's script"),
+        "rollout.engine": ("sglang", "several ranks"),
+        "rollout.process": ("separate", "SGLang has its own"),
+        "rollout.max_new_tokens": (8192, "as slime's script"),
+        "rollout.layout.gpus_per_engine": (2, "as slime's script"),
+        "rollout.layout.tp": (2, "an engine's devices"),
+        "rollout.layout.memory_fraction": (0.7, "as slime's script"),
+        "refit.transport": ("cuda_ipc", "engine and trainer share devices"),
+        "algorithm.num_prompts": (32, "as slime's script"),
+        "prompt.max_tokens": (2048, "room for longer problems"),
+        **ONE_CONNECTION,
+    }
