@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from lockstep.checkpoint.convert import model_type_of
 from lockstep.checkpoint.errors import CheckpointError, Problem
 from lockstep.checkpoint.records import CheckpointIndex
-from lockstep.checkpoint.tensors import DTYPE_WORDS, TORCH_DTYPES, TensorReader, as_bytes, num_bytes
+from lockstep.checkpoint.tensors import TORCH_DTYPES, TensorReader, as_bytes, num_bytes
 from lockstep.checkpoint.work_list import DoneFile, WorkList
 from lockstep.checkpoint.writer import MIN_BUDGET_BYTES, ByteBudget, FileJob, Progress, Sink, run_jobs
 from lockstep.records import TensorSpec
@@ -237,17 +237,22 @@ def _metadata(plan: ShardPlan, places: Mapping[str, Sequence[Sequence[int]]]) ->
 def load_shards(folder: Path, model: torch.nn.Module) -> None:
     """Fill a module, sharded over any number of ranks or whole, from a folder that ``write_shards`` made.
 
-    Raises ``train.checkpoint.TrainerStateError``, before anything changes, if names, shapes or dtypes differ.
+    A parameter that the module keeps in float32 (norms and hyper-connections of DeepSeek-V4) takes a narrower float
+    exactly. Raises ``train.checkpoint.TrainerStateError``, before anything changes, if names, shapes or dtypes differ
+    otherwise.
     """
     from lockstep.model.weights import ModelWeights
-    from lockstep.train.checkpoint import load_tensors
+    from lockstep.train.checkpoint import load_tensors, read_metadata
 
+    stored: Any = read_metadata(folder).state_dict_metadata
+    live = {name: tensor for name, _, _, tensor in ModelWeights(model, 0).shards()}
+    targets = dict(live)
+    for name, tensor in live.items():
+        dtype = stored[name].properties.dtype if name in stored else tensor.dtype
+        if tensor.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16):
+            targets[name] = torch.empty_like(tensor, dtype=dtype)
     with torch.no_grad():
-        load_tensors(folder, {name: tensor for name, _, _, tensor in ModelWeights(model, 0).shards()})
-
-
-def word_of(dtype: torch.dtype) -> str:
-    """safetensors' word for a dtype. Raises CheckpointError for one that safetensors has not."""
-    if dtype not in DTYPE_WORDS:
-        raise CheckpointError("shards", [f"{dtype} has no place in a safetensors file"])
-    return DTYPE_WORDS[dtype]
+        load_tensors(folder, targets)
+        for name, tensor in live.items():
+            if targets[name] is not tensor:
+                tensor.copy_(targets[name])

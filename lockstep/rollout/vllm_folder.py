@@ -40,3 +40,14 @@ def write_model_folder(
         values.setdefault(name, value)
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return folder
+
+
+def folder_config(model: PreTrainedModel) -> dict[str, Any]:
+    """What ``config.json`` of a model's folder says, with the fields that vLLM reads and transformers leaves out."""
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    values["architectures"] = [type(model).__name__]
+    # De-quantised when it was loaded (a GGUF file): what travels is plain.
+    values.pop("quantization_config", None)
+    for name, value in EXTRA_FIELDS.get(str(values.get("model_type")), {}).items():
+        values.setdefault(name, value)
+    return values
