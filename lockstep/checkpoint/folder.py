@@ -20,7 +20,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".distcp")
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
-CODE_BEARING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 MAX_SIDE_FILE_BYTES = 16 << 20
 
 
@@ -87,17 +86,17 @@ def _is_hub_blob(root: Path, target: Path) -> bool:
 
 
 def _check_code_keys(files: FolderFiles, problems: list[Problem]) -> None:
-    for name in CODE_BEARING:
-        if name not in files.others:
+    for name in files.others:
+        if not name.endswith("config.json"):  # tokenizer_config.json, preprocessor_config.json, …
             continue
         try:
             config = read_object(files.others[name], MAX_SIDE_FILE_BYTES)
         except (JsonError, OSError) as error:
             if name != "config.json":  # whoever needs it reports it
-                problems.append(Problem(f"{name} is refused", str(error)))
+                problems.append(Problem("configuration is refused", f"{shown(name)}: {error}"))
             continue
         for place in code_keys(config):
-            text = f"{name}: {shown(place)} makes a loader run code from the checkpoint: remove the key"
+            text = f"{shown(name)}: {shown(place)} makes a loader run code from the checkpoint: remove the key"
             problems.append(Problem("code in the checkpoint", text))
 
 

@@ -25,8 +25,10 @@ from lockstep.checkpoint.strict_json import JsonError, open_regular, parse_objec
 
 MAX_HEADER_BYTES = 32 << 20
 """About 300,000 tensors in one file. safetensors itself takes 100 MB, which Python parses into gigabytes."""
-MAX_INDEX_BYTES = 128 << 20
+MAX_INDEX_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 16 << 20
+MAX_TENSORS = 1_000_000
+"""Of all files together. DeepSeek-V4-Pro has 145,116."""
 MAX_NAME_CHARACTERS = 512
 MAX_DIMS = 16
 
@@ -70,7 +72,13 @@ def scan_checkpoint(folder: Path) -> Scan:
     index = _index(files, scan.problems)
     weight_map = _weight_map(index, scan.problems)
     named = files.weights.keys() if index is None else set(weight_map.values())
-    headers = {name: read_header(name, path, scan.problems) for name, path in files.weights.items() if name in named}
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    for name, path in files.weights.items():
+        if name in named:
+            headers[name] = read_header(name, path, scan.problems)
+        if sum(map(len, headers.values())) > MAX_TENSORS:
+            scan.problems.append(Problem("too many tensors", f"more than {MAX_TENSORS}; no model has as many"))
+            return scan
     _merge(headers, scan)
     if index is not None:
         _compare(weight_map, headers, files, scan.problems)

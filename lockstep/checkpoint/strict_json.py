@@ -58,7 +58,7 @@ def open_regular(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{shown(path.name)} is no regular file")
     return descriptor
 
 

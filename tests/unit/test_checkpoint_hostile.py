@@ -152,7 +152,7 @@ def test_code_and_pickles_in_subfolders_are_neither_read_nor_a_reason(folder: Pa
         ("config.json", {"layers": [{"trust_remote_code": True}]}, "layers[0].trust_remote_code"),
         ("config.json", {"custom_pipelines": {"p": {"impl": "x.P"}}}, "custom_pipelines"),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["t.T", None]}}, "auto_map"),
-        ("processor_config.json", {"auto_map": {"AutoProcessor": "p.P"}}, "auto_map"),
+        ("video_preprocessor_config.json", {"auto_map": {"AutoProcessor": "p.P"}}, "auto_map"),
     ],
 )
 def test_a_configuration_that_asks_for_code_is_refused(file: str, content: Any, place: str, folder: Path) -> None:
@@ -415,6 +415,15 @@ def test_a_configuration_of_a_billion_layers_is_refused_at_once(folder: Path) ->
     write_checkpoint(folder, "qwen3_moe", num_shards=2)
     edit_config(folder, num_hidden_layers=4096, num_experts=2**31)
     assert "no model has" in inspect(folder).text()
+
+
+def test_a_folder_of_endless_tensors_is_refused_before_all_of_them_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "MAX_TENSORS", 7)
+    assert "more than 7; no model has as many" in refusal(folder)
+    monkeypatch.setattr(headers, "MAX_TENSORS", 12)
+    assert inspect(folder).ok
 
 
 def test_thousands_of_problems_make_a_short_text_and_a_whole_list() -> None:

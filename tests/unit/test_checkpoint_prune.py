@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,10 +13,14 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.errors import CheckpointError
 from lockstep.checkpoint.expectation import expectation_of
+from lockstep.checkpoint.expected import read_layout
+from lockstep.checkpoint.expected.quantised import read_scheme
+from lockstep.checkpoint.expected.rows import expand
 from lockstep.checkpoint.headers import read_checkpoint
 from lockstep.checkpoint.inspect import inspect
 from lockstep.checkpoint.prune import Prune
 from lockstep.checkpoint.records import CheckpointIndex, TensorEntry
+from lockstep.checkpoint.weights import compare
 from lockstep.topology.catalogue import model_shape
 from tests.synthetic_checkpoints import write_checkpoint, write_files
 
@@ -280,6 +284,41 @@ def test_all_reasons_come_at_once() -> None:
     text = refused(Prune((3,)), config, glm_names(9))
     for part in ("mlp_layer_types", "dspark_target_layer_ids", "layer 3 shares", "model.layers.8."):
         assert part in text
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4_flash", "glm_moe_dsa", "inkling", "qwen3_moe"])
+@pytest.mark.parametrize("mtp", ["drop", "keep"])
+def test_every_choice_of_layers_is_consistent_or_refused_for_its_index_share_group(
+    family: str, mtp: Literal["drop", "keep"], tmp_path: Path
+) -> None:
+    """All subsets, by names and shapes alone: what is left is what its own configuration asks for."""
+    source = read_checkpoint(write_checkpoint(tmp_path, family))
+    facts = inspect(tmp_path).facts
+    layers, num_refused = facts["num_layers"], 0
+    for bits in range(1, 2**layers):
+        keep = tuple(layer for layer in range(layers) if bits >> layer & 1)
+        leaders = {max(n for n in facts.get("index_layers", keep) if n <= layer) for layer in keep}
+        prune = Prune(keep, mtp=mtp)
+        if not leaders <= set(keep):
+            with pytest.raises(CheckpointError, match="index-share"):
+                prune.outputs(source)
+            num_refused += 1
+            continue
+        config, groups = prune.config(source), prune.outputs(source)
+        left = {t.name: TensorEntry(t.name, t.dtype, t.shape, "f", 0, 1) for group in groups for t in group.tensors}
+        problems: list[Any] = []
+        layout = read_layout(config, problems)
+        assert layout is not None
+        expected = expand(layout, problems)
+        result = compare(expected, read_scheme(config, expected, left, problems), left)
+        assert not [*problems, *result.problems], (keep, [*problems, *result.problems][:3])
+        for name in ("compress_ratios",):
+            if name in facts:
+                assert layout.facts[name] == tuple(facts[name][layer] for layer in keep)
+        for name in ("window_layers", "index_layers"):
+            if name in facts:
+                assert layout.facts[name] == tuple(new for new, old in enumerate(keep) if old in facts[name])
+    assert (num_refused > 0) == (family == "glm_moe_dsa")
 
 
 def test_settings_say_everything_that_the_result_depends_on() -> None:

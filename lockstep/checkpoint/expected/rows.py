@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.checkpoint.errors import Problem, shown
+from lockstep.checkpoint.headers import MAX_TENSORS
 
 Role = Literal["linear", "expert", "kept", "ids"]
 """``linear`` and ``expert``: may be quantised, else in the model's dtype. ``kept``: never quantised, in the model's
@@ -21,8 +22,6 @@ dtype or in float32 (norms, biases, routers, …). ``ids``: integers."""
 Part = Literal["model", "mtp", "towers"]
 """``mtp`` (layers for speculation) and ``towers`` (pictures, sound) may be missing as a whole."""
 
-MAX_TENSORS = 2_000_000
-"""More than any model has: DeepSeek-V4-Pro has 145,116."""
 MAX_SIZE = 2**31
 MAX_LAYERS = 4096
 
