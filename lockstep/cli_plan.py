@@ -34,8 +34,6 @@ def plan(
         typer.Option(
             "--from",
             metavar="FILE",
-            exists=True,
-            dir_okay=False,
             help="A launch command of Megatron, miles or slime, verl, vLLM or SGLang instead of a recipe.",
         ),
     ] = None,
