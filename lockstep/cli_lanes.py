@@ -20,7 +20,7 @@ EvidenceOption = Annotated[
     list[Path] | None,
     typer.Option("--evidence", metavar="DIR", help="Where evidence lies; default: of lanes.toml. Repeatable."),
 ]
-PlanOption = Annotated[Path, typer.Option("--plan", metavar="FILE", exists=True, dir_okay=False, help="A plan's JSON.")]
+PlanOption = Annotated[Path, typer.Option("--plan", metavar="FILE", help="A plan's JSON.")]
 StageOption = Annotated[str, typer.Option("--stage", metavar="STAGE", help="A stage of the catalogue.")]
 ResultsOption = Annotated[
     str, typer.Option("--results", metavar="JSON", help='Result by stage, or GitHub\'s "needs" object as JSON.')
@@ -73,10 +73,10 @@ def matrix(
     vendor: Annotated[list[str] | None, typer.Option("--vendor", help="Only cpu, cuda or rocm. Repeatable.")] = None,
 ) -> None:
     """Print a stage's jobs as one line of JSON, for a workflow's matrix."""
-    from lockstep.lanes.commands import load_plan
+    from lockstep.lanes.plan import Plan
     from lockstep.lanes.plan import matrix as of_stage
 
-    print(json.dumps(of_stage(load_plan(plan_file), stage, tuple(vendor or ()))))
+    print(json.dumps(of_stage(Plan.read(plan_file), stage, tuple(vendor or ()))))
 
 
 @lanes_app.command(
@@ -84,10 +84,11 @@ def matrix(
 )
 def gate(plan_file: PlanOption, stage: StageOption, results: ResultsOption) -> None:
     """Print start=true or start=false: whether a stage may start after these results. The reason goes to stderr."""
-    from lockstep.lanes.commands import load_plan, read_results
+    from lockstep.lanes.commands import read_results
+    from lockstep.lanes.plan import Plan
     from lockstep.lanes.verdict import may_start
 
-    made = load_plan(plan_file)
+    made = Plan.read(plan_file)
     start, reason = may_start(made, stage, read_results(results, made.stages))
     print(reason, file=sys.stderr)
     print(f"start={'true' if start else 'false'}")
@@ -98,10 +99,11 @@ def verdict(
     plan_file: PlanOption, evidence: EvidenceOption = None, root: RootOption = Path(), as_json: JsonOption = False
 ) -> None:
     """Compare a plan with the evidence: exits 1 for what was planned and did not run, ran twice, or failed."""
-    from lockstep.lanes.commands import load_plan, load_runs
+    from lockstep.lanes.commands import load_runs
+    from lockstep.lanes.plan import Plan
     from lockstep.lanes.verdict import check_runs
 
-    made = load_plan(plan_file)
+    made = Plan.read(plan_file)
     problems = check_runs(made, load_runs(root, evidence))
     if as_json:
         print(json.dumps({"green": not problems, "problems": problems}, indent=1))

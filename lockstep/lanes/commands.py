@@ -58,11 +58,6 @@ def read_online(path: Path) -> list[frozenset[str]]:
         ) from None
 
 
-def load_plan(path: Path) -> Plan:
-    """A plan from its file. Raises ``LanesError``."""
-    return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
-
-
 def read_results(text: str, stages: Sequence[str]) -> dict[str, str]:
     """Result by stage from ``{"cpu": "success"}`` or GitHub's ``{"cpu": {"result": "success", …}}``.
 

@@ -78,6 +78,15 @@ class Plan:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     @classmethod
+    def read(cls, path: Path) -> Plan:
+        """A plan from its file. Raises ``LanesError``."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LanesError(f"{path} can't be read as a plan: {error}") from None
+        return cls.from_json(text, str(path))
+
+    @classmethod
     def from_json(cls, text: str, where: str) -> Plan:
         """A plan that ``to_json`` wrote. Raises ``LanesError``."""
         try:

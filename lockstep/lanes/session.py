@@ -118,10 +118,7 @@ def _checked(machine: Machine, hardware: str | None, num_gpus: int, lane: str, *
 
 
 def _planned(path: Path, lane: str, hardware: str, shard: str, cases: Mapping[str, Case]) -> tuple[set[str], str]:
-    try:
-        plan = Plan.from_json(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise LanesError(f"--lanes-plan {path}: {error}") from None
+    plan = Plan.read(path)
     jobs = [job for job in plan.jobs if (job.lane, job.hardware, job.shard) == (lane, hardware, shard)]
     if not jobs:
         known = ", ".join(f"{job.lane} {job.hardware} {job.shard}" for job in plan.jobs) or "none"

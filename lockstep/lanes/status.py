@@ -92,10 +92,10 @@ def disabled_since(root: Path, path: str, reason: str) -> tuple[str, str]:
 
 
 def coverage(project: Project, runs: Sequence[Run]) -> dict[str, Mapping[str, int]]:
-    """Counts by hardware: declared, enabled, and those whose last real run passed."""
+    """Counts by accelerator: declared, enabled, and those whose last real run passed. A CPU everybody has."""
     last = last_results(runs)
     table: dict[str, Mapping[str, int]] = {}
-    for hardware in [CPU, *project.catalogue.hardware]:
+    for hardware in project.catalogue.hardware:
         own = [case for case in project.cases if case.declared and case.hardware == hardware]
         enabled = [case for case in own if case.disabled is None]
         results = [last.get((case.test_id, hardware)) for case in enabled]

@@ -311,7 +311,6 @@ def test_debt_lists_gates_that_only_one_vendor_records(root: Path) -> None:
 def test_coverage_counts_declared_enabled_and_passed(root: Path) -> None:
     project = read_project(root)
     assert coverage(project, []) == {
-        "cpu": {"declared": 0, "enabled": 0, "passed": 0},
         "h200": {"declared": 2, "enabled": 2, "passed": 0},
         "mi300x": {"declared": 2, "enabled": 1, "passed": 0},
         "mi350": {"declared": 0, "enabled": 0, "passed": 0},
