@@ -198,8 +198,10 @@ def _host(job: Job, trainer: _Trainer) -> list[MemoryItem]:
         note = f"{here} ranks; master, m, v and a pinned gradient"
         items.append(MemoryItem("optimizer states", states * here, "counted", note, "Megatron hybrid_optimizer.py"))
     if job.memory.offload_weights and job.memory.offload_target == "cpu" and job.colocated:
-        resident = max(held.total for held in trainer.stages)
-        note = f"{here} ranks; everything of the trainer while the engine generates"
+        again = job.memory.rematerialise_weights
+        resident = max(held.total - held.weights * again for held in trainer.stages)
+        left = "all but weights, which are made again" if again else "everything"
+        note = f"{here} ranks; {left} of the trainer while the engine generates"
         items.append(MemoryItem("trainer's state", resident * here, "counted", note, "torch_memory_saver"))
     if job.engine is not None:
         buckets = sum(item.num_bytes for item in _buckets(job, "trainer"))

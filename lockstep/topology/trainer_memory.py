@@ -90,6 +90,8 @@ def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> l
     items = []
     if phase == "train":
         items.append(_activations(job, held, tokens, basis))
+        if job.memory.stream_optimizer:
+            items.append(_streamed(job, held))
     elif phase == "score":
         working = max((layer_activations(job.model, layer, tokens, layout) for layer in held.layers), default=0)
         items.append(MemoryItem("activations", working, basis, f"one layer of {tokens} tokens, no gradient"))
@@ -152,6 +154,13 @@ def num_micro_batches(job: Job) -> int | None:
     return max(1, -(-samples * length // (replicas * layout.cp * tokens)))
 
 
+def _streamed(job: Job, held: StageMemory) -> MemoryItem:
+    """States that pass through the device, two layers' at once: one being used, one on its way."""
+    parameters = held.weights // BYTES[job.memory.weight_dtype] // max(1, len(held.layers))
+    note = "two layers at once, the rest on disk; not spread over data-parallel ranks, an upper bound"
+    return MemoryItem("streamed optimizer states", 2 * 12 * parameters, "assumed", note)
+
+
 def _activations(job: Job, held: StageMemory, tokens: int, basis: str) -> MemoryItem:
     layout, memory = job.train or TrainLayout(), job.memory
     copies = in_flight(layout, held.stage, num_micro_batches(job))
@@ -178,11 +187,13 @@ def _activations(job: Job, held: StageMemory, tokens: int, basis: str) -> Memory
 
 
 def _optimizer(held: RankParameters, job: Job) -> tuple[int, int]:
-    """Bytes of optimizer states on the device and in host memory."""
+    """Bytes of optimizer states on the device and in host memory. Streamed ones live on a disk."""
     memory = job.memory
     dense, expert = data_parallel(job) if memory.distributed_optimizer else (1, 1)
     parameters = held.dense / dense + held.experts / expert
     share = memory.optimizer_offload_fraction
+    if memory.stream_optimizer:
+        return 0, 0
     if share:
         # The host's Adam keeps float32 whatever the device's would: master, m, v and a pinned gradient.
         return round(12 * (1 - share) * parameters), round(16 * share * parameters)

@@ -1,0 +1,359 @@
+"""The memory plan against published layouts and numbers, and its laws: what ranks, offload and recomputation do."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.topology.activations import checkpoint_activations, in_flight, layer_activations, logits_bytes
+from lockstep.topology.catalogue import hardware, model_shape
+from lockstep.topology.evidence import KnownLayout, known_layouts
+from lockstep.topology.memory import MARGIN, NOT_MODELLED, compare_plans, plan_memory, plan_text
+from lockstep.topology.memory_records import PHASES, MemoryPlan
+from lockstep.topology.parameters import rank_parameters
+from lockstep.topology.records import Batch, EngineLayout, Job, TrainLayout, TrainMemory
+from lockstep.topology.rules import apply
+
+KNOWN = {known.name: known for known in known_layouts()}
+BATCH = Batch(num_prompts=32, group_size=8, prompt_tokens=1024, response_tokens=3072, max_tokens_per_gpu=4096)
+
+
+def job_of(model: str, device: str, nodes: int, per_node: int, **more: Any) -> Job:
+    """A Megatron job; settings of the layout by name, ``memory``, ``engine`` and ``batch`` whole."""
+    whole = {
+        name: more.pop(name) for name in ("memory", "engine", "batch", "colocated", "rollout_gpus") if name in more
+    }
+    layout = TrainLayout(backend="megatron", etp=1, sequence_parallel=True, **more)
+    shape, kind = model_shape(model), hardware(device)
+    return Job(name=model, model=shape, hardware=kind, nodes=nodes, gpus_per_node=per_node, train=layout, **whole)
+
+
+def errors(plan: MemoryPlan) -> dict[str, Any]:
+    return {finding.rule: finding for finding in plan.findings if finding.severity == "error"}
+
+
+# --- static memory: DeepSeek-V4-Flash on three kinds of device --------------------------------------------------------
+
+
+def offloaded(share: float) -> TrainMemory:
+    return TrainMemory(optimizer_offload_fraction=share, precision_aware_optimizer=share > 0)
+
+
+MI355X = {"tp": 4, "pp": 4, "ep": 8, "first_stage_layers": 11, "last_stage_layers": 10, "memory": offloaded(0.75)}
+H200 = {"tp": 8, "pp": 8, "ep": 8, "first_stage_layers": 4, "last_stage_layers": 3}
+H100 = {"pp": 8, "ep": 8, "stage_layers": (6, 6, 6, 5, 5, 5, 5, 5), "memory": offloaded(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "layout", "stage", "gigabytes"),
+    [
+        ("mi355x", 4, MI355X, 0, (19.1, 38.2, 27.6, 84.8, 110)),
+        ("mi355x", 4, MI355X, 3, (None, None, None, 77.3, None)),
+        ("h200", 8, H200, 1, (10.1, 20.2, 60.5, 90.8, 0)),
+        ("h200", 8, H200, 0, (None, None, None, 61.3, 0)),
+        ("h200", 8, H200, 7, (None, None, None, 46.7, 0)),
+        ("h100", 8, H100, 0, (None, None, 0, 37.3, 80)),
+        ("h100", 8, H100, 1, (None, None, 0, 34.2, None)),
+        ("h100", 8, H100, 7, (None, None, 0, 31.8, None)),
+    ],
+)
+def test_static_memory_of_a_stage(
+    device: str, nodes: int, layout: dict[str, Any], stage: int, gigabytes: tuple[float | None, ...]
+) -> None:
+    held = plan_memory(job_of("deepseek-v4-flash", device, nodes, 8, **layout)).stages[stage]
+    found = (held.weights, held.gradients, held.optimizer, held.total, held.host)
+    for number, expected in zip(found, gigabytes, strict=True):
+        if expected is not None:
+            assert number / 1e9 == pytest.approx(expected, abs=0.5 if expected >= 80 and expected % 1 == 0 else 0.06)
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([0.0, 0.25, 1.0]),
+    st.booleans(),
+)
+def test_optimizer_states_of_all_ranks_are_twelve_bytes_a_parameter(
+    tp: int, pp: int, ep: int, share: float, precise: bool
+) -> None:
+    """Distributed states are held once over the data-parallel ranks: a naive count over the world."""
+    memory = TrainMemory(optimizer_offload_fraction=share, precision_aware_optimizer=precise)
+    job = job_of("qwen3-30b-a3b", "h200", 2, 8, tp=tp, pp=pp, ep=ep, memory=memory)
+    plan = plan_memory(job)
+    world, expected, width = 16, 0.0, 12 if share or not precise else 10
+    for stage in plan.stages:
+        ends = {"first_stage": stage.stage == 0, "last_stage": stage.stage == pp - 1}
+        held = rank_parameters(job.model, job.train or TrainLayout(), stage.layers, **ends)
+        # A parameter has its states once; a replicated one once for each tensor-parallel rank.
+        expected += width * (held.dense * tp + held.experts * ep)
+    on_devices = sum(stage.optimizer for stage in plan.stages) * world / pp
+    assert on_devices == pytest.approx(expected * (1 - share), rel=1e-6, abs=1e4)
+    in_hosts = sum(stage.host for stage in plan.stages) * world / pp
+    assert in_hosts == pytest.approx(expected / width * 16 * share, rel=1e-6, abs=1e4)
+
+
+# --- reality: every known layout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
+def test_a_known_layout_fits_or_the_plan_names_the_offload_it_must_have_used(known: KnownLayout) -> None:
+    plan = plan_memory(known.job)
+    found = errors(plan)
+    if known.name == "deepseek-v4-flash-h100-64":
+        # Nobody is known to have run it: 4 devices at half their memory can't hold the published checkpoint.
+        assert not known.verified
+        assert set(found) == {"engine-memory"}
+        return
+    assert set(found) <= {"memory-fits"}
+    if found:
+        repair = found["memory-fits"]
+        assert "optimizer_offload_fraction" in repair.repair
+        assert not errors(plan_memory(apply(known.job, repair.changes)))
+
+
+def test_inkling_on_48_gb300_cannot_hold_its_optimizer_states() -> None:
+    known = KNOWN["inkling-gb300-48"]
+    plan = plan_memory(known.job)
+    worst = max(plan.stages, key=lambda stage: stage.total)
+    assert worst.weights + worst.gradients < 288e9 < worst.total
+    finding = errors(plan)["memory-fits"]
+    share = dict(finding.changes)["memory.optimizer_offload_fraction"]
+    assert 0.3 < share < 0.6
+    less = replace(known.job.memory, optimizer_offload_fraction=share - 0.05, precision_aware_optimizer=True)
+    assert errors(plan_memory(replace(known.job, memory=less))), "a smaller share would have done"
+
+
+def test_the_two_settings_of_v4_flash_on_32_mi355x_differ_by_states_and_cache() -> None:
+    """mem fraction 0.7 without offload → 0.5 with three quarters of the optimizer's states in host memory."""
+    new = KNOWN["deepseek-v4-flash-mi355x-32"].job
+    plain = replace(new.memory, optimizer_offload_fraction=0.0, precision_aware_optimizer=False)
+    assert new.engine is not None
+    old = replace(new, name="before", memory=plain, engine=replace(new.engine, memory_fraction=0.7))
+    before, after = plan_memory(old), plan_memory(new)
+    states = [plan.phase("train").item("optimizer states") for plan in (before, after)]
+    assert states[0] is not None
+    assert states[1] is not None
+    moved = states[0].num_bytes - states[1].num_bytes
+    assert moved == pytest.approx(82.8e9, rel=2e-3)
+    # With all states on the device the trainer leaves SGLang too little to load its weights, at 0.7 or at any share.
+    assert "engine-memory" in errors(before)
+    whole = replace(old, engine=replace(old.engine or EngineLayout(), memory_fraction=0.95))
+    assert errors(plan_memory(whole))
+    # Offloaded, 0.5 of what is free holds the weights and millions of cached tokens, and leaves room beside it.
+    assert not after.findings
+    assert (after.kv_tokens or 0) > 1_000_000
+    text = compare_plans(before, after)
+    assert "trainer optimizer states: 110.4 GB → 27.6 GB" in text
+    assert "engine key/value cache: 0 MB → 14.4 GB" in text
+    assert "host, per node" in text
+    kept = plan_memory(replace(new, engine=replace(new.engine, memory_fraction=0.7)))
+    freed = kept.phase("generate").total_bytes - after.phase("generate").total_bytes
+    assert freed == pytest.approx(0.2 * 173.6e9, rel=5e-3)
+
+
+def test_equal_plans_have_nothing_to_compare() -> None:
+    plan = plan_memory(KNOWN["qwen3-30b-a3b-h200-4"].job)
+    assert not [line for line in compare_plans(plan, plan).splitlines() if line.startswith("    ")]
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_qwen3_30b() -> None:
+    shape, layout = model_shape("qwen3-30b-a3b"), TrainLayout(backend="megatron")
+    layer = layer_activations(shape, 0, 8192, layout)
+    assert layer / 1e9 == pytest.approx(1.13, abs=0.005)
+    assert 48 * layer / 1e9 == pytest.approx(54, abs=0.5)
+    checkpoints = 48 * checkpoint_activations(shape, 8192, layout)
+    assert checkpoints / 1e9 == pytest.approx(1.6, abs=0.02)
+    assert (checkpoints + layer) / 1e9 == pytest.approx(2.74, abs=0.01)
+
+
+def test_logits_of_two_models() -> None:
+    layout = TrainLayout(backend="megatron", tp=4)
+    v4 = logits_bytes(model_shape("deepseek-v4-flash"), 2048, layout, chunk=None, gradient=True)
+    small = logits_bytes(model_shape("inkling-small"), 4096, layout, chunk=None, gradient=True)
+    assert (round(v4 / 1e9, 2), round(small / 1e9, 2)) == (0.66, 2.06)
+    chunked = logits_bytes(model_shape("inkling-small"), 4096, layout, chunk=512, gradient=True)
+    assert chunked == 201_024 // 4 * (2 * 4096 + 8 * 512)
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.sampled_from([None, 2, 4]))
+def test_the_first_stage_holds_most_micro_batches(pp: int, micro_batches: int, virtual: int | None) -> None:
+    layout = TrainLayout(backend="megatron", pp=pp, virtual_stages=virtual)
+    held = [in_flight(layout, stage, micro_batches) for stage in range(pp)]
+    assert held == sorted(held, reverse=True)
+    assert held[-1] >= 1
+    assert held[0] <= min(pp, micro_batches) * (1 + (pp - 1) / (pp * (virtual or 1)))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["none", "selective", "full"]), st.sampled_from([1024, 4096, 8192]))
+def test_recomputation_never_needs_more_and_full_needs_least(mode: Any, tokens: int) -> None:
+    def activations(recompute: Any) -> int:
+        memory = TrainMemory(recompute=recompute, recompute_method="uniform", recompute_num_layers=1)
+        batch = replace(BATCH, max_tokens_per_gpu=tokens)
+        job = job_of("qwen3-30b-a3b", "h200", 2, 8, pp=2, ep=8, memory=memory, batch=batch)
+        item = plan_memory(job).phase("train").item("activations")
+        assert item is not None
+        return item.num_bytes
+
+    assert activations("full") <= activations(mode) <= activations("none")
+    assert activations("full") < activations("none") / 5
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def served(engine: EngineLayout, **more: Any) -> Job:
+    """An engine alone on an H200."""
+    shape, kind = model_shape("qwen3-30b-a3b"), hardware("h200")
+    job = Job(name="served", model=shape, hardware=kind, gpus_per_node=engine.gpus_per_engine, train=None)
+    return replace(job, engine=engine, batch=BATCH, **more)
+
+
+def test_a_fraction_means_the_card_to_vllm_and_what_is_free_to_sglang() -> None:
+    total = hardware("h200").memory_bytes
+    assert total is not None
+    held: dict[str, dict[str, int]] = {}
+    for name in ("vllm", "sglang"):
+        plan = plan_memory(served(EngineLayout(engine=name, memory_fraction=0.5)))
+        held[name] = {item.name: item.num_bytes for item in plan.phase("generate").items}
+    assert sum(held["vllm"].values()) == math.ceil(total / 2)
+    context = held["sglang"]["device context"]
+    assert held["sglang"]["weights"] + held["sglang"]["key/value cache"] == round((total - context) / 2)
+
+
+def test_vllm_refuses_to_start_beside_a_trainer_that_keeps_too_much() -> None:
+    """gpu_memory_utilization counts the whole card, so what the trainer holds is taken from the engine."""
+    engine = EngineLayout(engine="vllm", gpus_per_engine=4, tp=4, memory_fraction=0.8)
+    job = job_of("qwen3-30b-a3b", "h200", 1, 8, ep=8, engine=engine, batch=BATCH)
+    finding = errors(plan_memory(job))["engine-start"]
+    assert "of which" in finding.message
+    away = replace(job, memory=TrainMemory(offload_weights=True))
+    assert "engine-start" not in errors(plan_memory(away))
+
+
+def test_quantised_weights_are_smaller_by_their_format() -> None:
+    def weights(form: Any) -> int:
+        item = (
+            plan_memory(served(EngineLayout(engine="vllm", quantisation=form)))
+            .phase("generate")
+            .item("weights", "engine")
+        )
+        assert item is not None
+        return item.num_bytes
+
+    experts = 48 * 603_979_776
+    assert weights("none") == pytest.approx(2 * 30_532_122_624, rel=1e-3)
+    assert weights("none") - weights("mxfp4_experts") == pytest.approx(experts * (2 - 0.5 - 1 / 32), rel=1e-6)
+    linears = 48 * 2 * 2048 * (4096 + 512)
+    assert weights("none") - weights("fp8") == pytest.approx((experts + linears) * (1 - 4 / 128**2), rel=1e-6)
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_an_error() -> None:
+    job = served(EngineLayout(engine="vllm", kv_cache_bytes=100 << 20))
+    assert "1066 tokens, one sequence has 4096" in errors(plan_memory(job))["engine-cache"].message
+
+
+def test_sleep_on_rocm_keeps_the_pool_of_compressor_states() -> None:
+    """What the engine reports as freed is not: the pool lies outside of the memory saver."""
+    job = KNOWN["deepseek-v4-flash-mi355x-32"].job
+    item = plan_memory(job).phase("train").item("compressor states", "engine")
+    assert item is not None
+    assert item.num_bytes == 10_485_760 * 2049
+    limited = replace(job, engine=replace(job.engine or EngineLayout(), max_running_requests=255))
+    fewer = plan_memory(limited).phase("train").item("compressor states", "engine")
+    assert fewer is not None
+    assert fewer.num_bytes == 10_485_760 * 256
+    elsewhere = replace(job, hardware=hardware("h200"))
+    assert plan_memory(elsewhere).phase("train").item("compressor states", "engine") is None
+
+
+# --- the plan as a whole ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
+def test_every_number_says_where_it_is_from(known: KnownLayout) -> None:
+    plan = plan_memory(known.job)
+    assert [phase.phase for phase in plan.phases if phase.devices != "engine"] == [
+        phase for phase in PHASES if known.job.colocated or phase != "generate"
+    ]
+    for item in (item for phase in plan.phases for item in phase.items):
+        assert item.num_bytes >= 0
+        assert item.basis in ("counted", "measured", "assumed")
+        assert item.note
+    text = plan_text(plan)
+    assert f"margin {MARGIN:.0%}" in text
+    assert all(part in text for part in NOT_MODELLED)
+
+
+def test_apart_each_side_has_its_own_devices() -> None:
+    engine = EngineLayout(engine="sglang", gpus_per_engine=8, tp=8)
+    job = job_of("qwen3-30b-a3b", "h200", 4, 8, ep=8, engine=engine, batch=BATCH, colocated=False, rollout_gpus=16)
+    plan = plan_memory(job)
+    assert [(phase.phase, phase.devices) for phase in plan.phases] == [
+        ("generate", "engine"), ("score", "trainer"), ("train", "trainer"), ("refit", "engine"), ("refit", "trainer"),
+        ("save", "trainer"),
+    ]  # fmt: skip
+    assert all(item.owner == phase.devices for phase in plan.phases for item in phase.items)
+
+
+def test_offloading_moves_the_trainer_to_the_host_while_the_engine_generates() -> None:
+    known = KNOWN["qwen3-30b-a3b-h200-4"].job
+    here = plan_memory(replace(known, memory=replace(known.memory, offload_weights=False)))
+    away = plan_memory(replace(known, memory=replace(known.memory, offload_weights=True)))
+    assert here.phase("generate").item("gradients") is not None
+    assert away.phase("generate").item("gradients") is None
+    assert away.host_bytes - here.host_bytes == 4 * max(stage.total for stage in away.stages)
+    assert away.phase("train") == here.phase("train")
+
+
+def test_streamed_states_are_neither_on_the_device_nor_in_host_memory() -> None:
+    job = job_of("inkling", "gb300", 16, 4, tp=4, pp=4, ep=16, last_stage_layers=15)
+    streamed = plan_memory(replace(job, memory=TrainMemory(stream_optimizer=True, grad_dtype="bf16")))
+    assert all(stage.optimizer == stage.host == 0 for stage in streamed.stages)
+    assert streamed.phase("train").item("streamed optimizer states") is not None
+    assert not errors(streamed)
+
+
+def test_a_split_that_does_not_come_out_is_said_and_still_planned() -> None:
+    plan = plan_memory(job_of("deepseek-v4-flash", "h200", 8, 8, pp=8, ep=8))
+    assert "memory-split" in [finding.rule for finding in plan.findings if finding.severity == "warning"]
+    assert sum(len(stage.layers) for stage in plan.stages) == 43
+
+
+def test_within_the_margin_is_a_warning_and_beyond_the_card_an_error() -> None:
+    job = job_of("qwen3-4b", "h200", 1, 8, batch=BATCH)
+    peak = plan_memory(job).peak
+    assert peak is not None
+
+    def severity(memory_bytes: float) -> list[str]:
+        small = replace(job, hardware=replace(job.hardware, memory_bytes=round(memory_bytes)))
+        return [finding.severity for finding in plan_memory(small).findings]
+
+    assert severity(peak.total_bytes * (1 + MARGIN) + 1) == []
+    assert severity(peak.total_bytes) == ["warning"]
+    assert severity(peak.total_bytes - 1) == ["error"]
+
+
+def test_a_cpu_has_no_limit_to_exceed() -> None:
+    job = job_of("smollm2-135m", "cpu", 1, 1, batch=BATCH)
+    own = replace(job, train=TrainLayout(backend="fsdp"), engine=EngineLayout(engine="torch"))
+    plan = plan_memory(own)
+    assert plan.capacity_bytes is None
+    assert plan.findings == ()
+    assert "unknown" in plan_text(plan)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, lockstep.topology.memory, lockstep.topology.shapes; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
