@@ -82,7 +82,7 @@ def scan_checkpoint(folder: Path) -> Scan:
     _merge(headers, scan)
     if index is not None:
         _compare(weight_map, headers, files, scan.problems)
-        _check_total(index, scan)
+        _check_total(index, sum(path.stat().st_size for name, path in files.weights.items() if name in named), scan)
     return scan
 
 
@@ -255,13 +255,15 @@ def _compare(
                 problems.append(Problem("index and files disagree", text))
 
 
-def _check_total(index: Mapping[str, Any], scan: Scan) -> None:
-    """``metadata.total_size`` of the index, where it is given, is the sum of all tensors' bytes."""
+def _check_total(index: Mapping[str, Any], file_bytes: int, scan: Scan) -> None:
+    """``metadata.total_size`` of the index, where it is given, is the sum of all tensors' bytes (transformers' way), or
+    of the files with their headers (DeepSeek-V3's: 688,586,727,753, of which 688,574,839,360 are tensors)."""
     metadata = index.get("metadata", {})
     if not isinstance(metadata, dict):
         scan.problems.append(Problem(f"{INDEX} is refused", "metadata must be an object"))
         return
     total = sum(entry.end - entry.begin for entry in scan.tensors.values())
-    if "total_size" in metadata and metadata["total_size"] != total:
-        text = f"metadata.total_size is {shown(metadata['total_size'])}; the tensors have {total} bytes"
+    if "total_size" in metadata and metadata["total_size"] not in (total, file_bytes):
+        stated = shown(metadata["total_size"])
+        text = f"metadata.total_size is {stated}; the tensors have {total} bytes, their files {file_bytes}"
         scan.problems.append(Problem("sizes don't add up", text))

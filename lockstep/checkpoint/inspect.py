@@ -26,7 +26,7 @@ from lockstep.checkpoint.expected.quantised import Scheme, read_scheme
 from lockstep.checkpoint.expected.rows import expand
 from lockstep.checkpoint.headers import Scan, scan_checkpoint
 from lockstep.checkpoint.records import CheckpointIndex
-from lockstep.checkpoint.values import SAMPLE_BYTES, judged_tensors, sample_values
+from lockstep.checkpoint.values import SAMPLE_BYTES, equal_bytes, judged_tensors, sample_values
 from lockstep.checkpoint.weights import compare
 
 
@@ -106,11 +106,31 @@ def inspect(folder: Path, expectation: Expectation | None = None, *, sample_byte
         notes += compared.notes
         scales = frozenset(item.name for item in compared.stored.values() if item.scale_of)
         ids = {item.name: facts["num_experts"] for item in compared.stored.values() if item.ids}
+        _check_twins(scan, compared.twins, notes, read=sample_bytes > 0)
     sampled = 0
     if sample_bytes and scan.tensors:
         judged = judged_tensors(scan.tensors, scales, ids)
         sampled = sample_values(scan.folder, judged, sample_bytes, scan.problems)
     return _report(scan, notes, facts, scheme, sampled)
+
+
+def _check_twins(scan: Scan, twins: Mapping[str, str], notes: list[str], *, read: bool) -> None:
+    """A tied head that is stored again must be its embedding to the last byte: some loaders take the one, some the
+    other."""
+    for head, embedding in twins.items():
+        if not read:
+            notes.append(f"{head} is stored beside {embedding}, which it is by config.json; not compared")
+            continue
+        try:
+            equal = equal_bytes(scan.folder, scan.tensors[head], scan.tensors[embedding])
+        except OSError as error:
+            scan.problems.append(Problem("values can't be read", f"{head}: {error}"))
+            continue
+        if equal:
+            notes.append(f"{head} is stored beside {embedding}, which it is by config.json; they are equal")
+        else:
+            text = f"{head} differs from {embedding}, which it is by tie_word_embeddings"
+            scan.problems.append(Problem("tied tensors differ", text))
 
 
 def _report(scan: Scan, notes: list[str], facts: Mapping[str, Any], scheme: Scheme | None, sampled: int) -> Report:

@@ -22,6 +22,7 @@ from lockstep.checkpoint.strict_json import open_regular
 PIECE_BYTES = 4096
 LEAST_PIECES = 3
 SAMPLE_BYTES = 64 << 20
+_COMPARED_BYTES = 4 << 20
 
 _EXPONENTS: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
@@ -65,6 +66,27 @@ def sample_values(folder: Path, tensors: Sequence[Judged], budget: int, problems
         finally:
             os.close(descriptor)
     return read
+
+
+def equal_bytes(folder: Path, one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors have the same bytes, all of them, read in pieces. Raises OSError."""
+    size = one.end - one.begin
+    if size != other.end - other.begin:
+        return False
+    descriptors = [open_regular((folder / entry.file).resolve()) for entry in (one, other)]
+    try:
+        for offset in range(0, size, _COMPARED_BYTES):
+            length = min(_COMPARED_BYTES, size - offset)
+            pieces = [
+                os.pread(descriptor, length, entry.begin + offset)
+                for descriptor, entry in zip(descriptors, (one, other), strict=True)
+            ]
+            if pieces[0] != pieces[1]:
+                return False
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return True
 
 
 def _sample(descriptor: int, judged: Judged, pieces: int, problems: list[Problem]) -> int:

@@ -10,16 +10,21 @@ from lockstep.checkpoint.expected.quantised import FP4_BLOCK, Scheme, Stored, st
 from lockstep.checkpoint.expected.rows import Expected
 from lockstep.checkpoint.records import TensorEntry
 
+_TIED = {"lm_head.weight": "model.embed_tokens.weight", "head.weight": "embed.weight"}
+_NO_WEIGHTS = (".rotary_emb.inv_freq",)
+"""Tables that early Llama checkpoints hold and no loader reads."""
 _PARTS = {"mtp": "layers for speculative decoding (MTP)", "towers": "towers for pictures and sound"}
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The outcome: ``stored`` are the tensors that must be there, absent parts left out."""
+    """The outcome. ``stored`` are the tensors that must be there, absent parts left out; ``twins`` are heads that are
+    stored beside the embedding that they are: their values must be equal."""
 
     problems: list[Problem]
     notes: list[str]
     stored: dict[str, Stored]
+    twins: dict[str, str]
 
 
 def compare(expected: Mapping[str, Expected], scheme: Scheme, tensors: Mapping[str, TensorEntry]) -> Compared:
@@ -36,8 +41,19 @@ def compare(expected: Mapping[str, Expected], scheme: Scheme, tensors: Mapping[s
         problem = _missing(item, wanted) if name not in tensors else _wrong(item, tensors[name])
         if problem is not None:
             problems.append(problem)
-    problems += [_left_over(tensors[name], scheme, expected) for name in tensors if name not in wanted]
-    return Compared(problems, notes, wanted)
+    unknown = [name for name in tensors if name not in wanted]
+    tables = [name for name in unknown if name.endswith(_NO_WEIGHTS)]
+    twins = {name: _TIED[name] for name in unknown if _is_twin(name, wanted, tensors)}
+    notes += [f"{len(tables)} tables that no loader reads, such as {shown(tables[0])}"] if tables else []
+    problems += [_left_over(tensors[name], scheme, expected) for name in unknown if name not in {*tables, *twins}]
+    return Compared(problems, notes, wanted, twins)
+
+
+def _is_twin(name: str, wanted: Mapping[str, Stored], tensors: Mapping[str, TensorEntry]) -> bool:
+    """Whether this is a tied head of its own that may be the embedding again: Qwen3-0.6B is published so."""
+    other = tensors.get(_TIED.get(name, ""))
+    head = tensors[name]
+    return other is not None and other.name in wanted and (head.dtype, head.shape) == (other.dtype, other.shape)
 
 
 def _drop_absent_parts(wanted: dict[str, Stored], tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -82,6 +98,6 @@ def _left_over(entry: TensorEntry, scheme: Scheme, expected: Mapping[str, Expect
         if entry.name.endswith(suffix) and weight in expected:
             how = "is unquantised" if scheme.form(expected[weight]) == "plain" else f"has {scheme.scale_suffix[1:]}"
             return Problem("scales without a weight", f"{name}; {shown(weight)} {how} by config.json")
-    if entry.name in ("lm_head.weight", "head.weight"):
+    if entry.name in _TIED:
         return Problem("tensor left over", f"{name}; tie_word_embeddings says that the embedding is the head")
     return Problem("tensor left over", f"{name} is not part of this model")

@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lockstep.checkpoint import headers
 from lockstep.checkpoint.errors import CheckpointError, Problem, described, shown
 from lockstep.checkpoint.headers import read_checkpoint
 from lockstep.checkpoint.inspect import inspect
+from lockstep.checkpoint.strict_json import open_regular
 from tests.synthetic_checkpoints import write_checkpoint
 
 TINY: dict[str, Any] = {
@@ -215,6 +217,21 @@ def test_pipes_and_sockets_are_refused_without_waiting_for_them(folder: Path) ->
     assert "config.json is a pipe, a socket" in text
 
 
+def test_a_file_that_became_a_pipe_or_a_link_after_the_listing_is_not_opened(tmp_path: Path) -> None:
+    """What is opened is asked again, for it may have been exchanged meanwhile; a pipe would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "link").symlink_to("file")
+    reader = threading.Thread(target=lambda: pytest.raises(OSError, open_regular, tmp_path / "pipe"), daemon=True)
+    reader.start()
+    reader.join(timeout=10)
+    assert not reader.is_alive(), "it waits for the pipe's writer"
+    for name in ("pipe", "link", "."):
+        with pytest.raises(OSError):
+            open_regular(tmp_path / name)
+    os.close(open_regular(tmp_path / "file"))
+
+
 def test_a_folder_that_is_none_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "missing", tmp_path / "file"):
@@ -273,6 +290,9 @@ def test_files_that_are_missing_or_that_no_index_names_are_refused(folder: Path)
 def test_sizes_must_add_up_where_the_index_states_them(folder: Path) -> None:
     edit_index(folder, lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] + 1))
     assert "metadata.total_size is" in refusal(folder)
+    in_files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    edit_index(folder, lambda index: index["metadata"].update(total_size=in_files))
+    assert inspect(folder).ok, "DeepSeek's index counts the headers"
     edit_index(folder, lambda index: index.pop("metadata"))
     assert inspect(folder).ok
     edit_index(folder, lambda index: index.update(metadata=[]))

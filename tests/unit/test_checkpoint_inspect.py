@@ -434,16 +434,37 @@ def test_a_weight_without_quantisation_section_is_not_taken_for_quantised(tmp_pa
     assert "scales without a weight" in text
 
 
-def test_a_tied_head_is_not_stored_a_second_time(tmp_path: Path) -> None:
-    """vllm-project/vllm#51665: a tied head that was stored as well did not follow its embedding (C18)."""
+def test_a_tied_head_that_is_stored_again_must_be_its_embedding(tmp_path: Path) -> None:
+    """vllm-project/vllm#51665: a tied head that was stored as well did not follow its embedding (C18). Published
+    checkpoints do store it (Qwen3-0.6B), equal to the last byte."""
     write_checkpoint(tmp_path, "llama_tied")
-    copy = {"lm_head.weight": torch.zeros(99, 64, dtype=torch.bfloat16)}
-    rewritten(tmp_path, lambda _, tensors: tensors.update(copy))
+
+    def store(_: Any, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    report = inspect(rewritten(tmp_path, store))
+    assert report.ok, report.text()
+    assert report.notes == (
+        "lm_head.weight is stored beside model.embed_tokens.weight, which it is by config.json; they are equal",
+    )
+    rewritten(tmp_path, lambda _, tensors: poison(tensors["lm_head.weight"], b"\x01\x3c"))
     (text,) = problems_of(inspect(tmp_path))
-    assert "lm_head.weight" in text
-    assert "the embedding is the head" in text
+    assert text.startswith("tied tensors differ: lm_head.weight differs from model.embed_tokens.weight")
+    assert "not compared" in inspect(tmp_path, sample_bytes=0).notes[0]
     rewritten(tmp_path, lambda config, _: config.update(tie_word_embeddings=False))
     assert inspect(tmp_path).ok
+    rewritten(tmp_path, lambda config, _: config.update(tie_word_embeddings=True))
+    rewritten(tmp_path, lambda _, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:98].clone()}))
+    (text,) = problems_of(inspect(tmp_path))
+    assert "tie_word_embeddings says that the embedding is the head" in text
+
+
+def test_rotary_tables_of_early_llama_checkpoints_are_a_note(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    table = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(8) for n in range(3)}
+    report = inspect(rewritten(tmp_path, lambda _, tensors: tensors.update(table)))
+    assert report.ok
+    assert report.notes[0].startswith("3 tables that no loader reads")
 
 
 def test_experts_in_one_stack_are_not_taken_for_experts_of_their_own(tmp_path: Path) -> None:
