@@ -141,7 +141,7 @@ def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] =
         if allowed_starts and not set(starts(counts)) <= set(allowed_starts):
             continue
         ranks = [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
-        distance = sum(abs(held * scale - want) for held, want in zip(ranks, wanted, strict=True))
+        distance = sum((held * scale - want) ** 2 for held, want in zip(ranks, wanted, strict=True))
         order = (distance, max(ranks)) if _is_given(layout) else (max(ranks), distance)
         found.append(((*order, (first is not None) + (last is not None), ranks[-1]), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]
@@ -190,7 +190,7 @@ def _ends_given(num_layers: int, layout: TrainLayout) -> list[int]:
         raise SplitError(f"an end stage of {min(given)} layers: it needs at least 1")
     if num_others < 0:
         raise SplitError(f"{len(given)} end stages are given, but pp is {layout.pp}")
-    if (num_others > 0) != (others > 0):
+    if others < 0 or (num_others > 0) != (others > 0):
         raise SplitError(f"{others} layers remain for {num_others} stages")
     middle = _quotient(others, num_others, "remaining layers") if num_others else 0
     head = [] if first is None else [first]

@@ -106,6 +106,9 @@ def _passing(rule: Rule, job: Job, knob: Knob) -> Iterator[Changes]:
 
 
 def _of_setting(job: Job, path: str) -> Iterator[Changes]:
+    part, _, rest = path.partition(".")
+    if rest and getattr(job, part) is None:
+        return  # the job has no such part
     now = setting(job, path)
     domain = list(_domain(path)(job, now))
     values = [value for value in domain if value != now]

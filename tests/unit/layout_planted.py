@@ -237,8 +237,8 @@ PIPELINE = [
     Planted(
         "hash-layers-stage",
         megatron(V4, pp=4, first_stage_layers=1),
-        "first_stage_layers 1 → 3, last_stage_layers unset → 12; or "
-        "first_stage_layers 1 → 3, last_stage_layers unset → 14",
+        "first_stage_layers 1 → 3, last_stage_layers unset → 14; or "
+        "first_stage_layers 1 → 3, last_stage_layers unset → 12",
     ),
 ]
 
