@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 from lockstep.checkpoint.errors import shown
 
 
+MAX_DEPTH = 64
+"""Whoever walks a parsed value may do so recursively."""
+
+
 class JsonError(ValueError):
     """Text that is refused as JSON; says why."""
 
@@ -49,7 +53,24 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise JsonError(f"not JSON: {shown(str(error))}") from error
     if not isinstance(value, dict):
         raise JsonError(f"a JSON {type(value).__name__} where an object is expected")
+    if _is_deep(value):
+        raise JsonError("nested too deeply")
     return value
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether there is anything below ``MAX_DEPTH`` levels, found level by level."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def open_regular(path: Path) -> int:

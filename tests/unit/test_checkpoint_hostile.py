@@ -423,7 +423,8 @@ def test_a_header_that_is_no_object_is_refused(header: bytes, folder: Path) -> N
 
 
 def test_nested_and_endless_json_in_a_configuration_is_refused(folder: Path) -> None:
-    for content in (b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": Infinity}', b"\xc3\x28", b"[]"):
+    deep = [b'{"a":' * depth + b"1" + b"}" * depth for depth in (65, 500, 900)]
+    for content in (*deep, b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": Infinity}', b"\xc3\x28", b"[]"):
         (folder / "config.json").write_bytes(content)
         assert "config.json is refused" in refusal(folder)
     with (folder / "config.json").open("wb") as file:
