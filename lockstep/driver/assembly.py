@@ -22,6 +22,7 @@ from lockstep.config.schema import AlgorithmConfig, BoundConfig, GgufModel, Mode
 from lockstep.driver.engines import build_engine, close_engine, served_length
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.proof import RefitProof
+from lockstep.driver.runnable import refuse_to_run
 from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.allocator import bound_primitive_cache
 from lockstep.hardware.profile import choose, detect
@@ -76,6 +77,7 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
     ``warm_up`` False leaves the supervised steps out: a resumed run has them in its checkpoint. The task proves first
     that its own gold answers score full marks, since nothing else is worth starting otherwise.
     """
+    refuse_to_run(config)
     chosen = {choice.setting: choice for choice in choose(detect(), config)}
     for choice in chosen.values():
         if choice.slow or choice.setting in ("device", "threads"):

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import RunConfig
 from lockstep.driver.jobs import job_of
+from lockstep.topology.catalogue import hardware
 from lockstep.topology.evidence import KnownLayout, find_evidence
 
 PLAN = "`lockstep plan` judges it and prints its arguments for the programs that run it today"
@@ -51,9 +52,10 @@ def _not_runnable(config: RunConfig) -> Iterator[Violation]:
 
 
 def needs_evidence(config: RunConfig) -> bool:
-    """Whether a configuration has a layout that somebody must have shown."""
+    """Whether a configuration has a layout that somebody must have shown: a kind of accelerator, or several devices."""
     cluster = config.cluster
-    return cluster.hardware is not None or cluster.nodes * cluster.gpus_per_node > 1
+    named = cluster.hardware is not None and hardware(cluster.hardware).vendor != "cpu"
+    return named or cluster.nodes * cluster.gpus_per_node > 1
 
 
 def refuse_to_run(config: RunConfig) -> None:

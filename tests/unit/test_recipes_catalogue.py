@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import lockstep.recipes
 from lockstep.config.errors import ConfigError
 from lockstep.config.load import flatten
 from lockstep.config.schema import PathModel
+from lockstep.driver.folder import open_run
 from lockstep.driver.jobs import job_of
 from lockstep.driver.recipe_commands import cases_of, check_recipes, overlay_rows
 from lockstep.driver.runnable import layout_facts, not_runnable, refuse_to_run
@@ -228,8 +230,21 @@ def test_a_layout_that_nobody_has_shown_runs_with_unverified_alone_and_that_is_k
     assert (facts["needs_evidence"], facts["unverified_allowed"], facts["verified"]) == (True, True, False)
 
 
-def test_one_process_on_the_machine_at_hand_needs_no_evidence() -> None:
-    config = load_recipe("quickstart").config
+def test_the_run_folder_keeps_that_its_layout_was_not_verified(tmp_path: Path) -> None:
+    resolved = load_recipe("qwen3-4b", hardware="h100", unverified=True)
+    opened = open_run(resolved, tmp_path / "run")
+    opened.folder.close()
+    assert "unverified = true  # --unverified" in (tmp_path / "run/config.toml").read_text()
+    layout = json.loads((tmp_path / "run/environment.json").read_text())["layout"]
+    assert (layout["unverified_allowed"], layout["verified"], layout["evidence"]) == (True, False, None)
+    resumed = load_recipe(str(tmp_path / "run/config.toml"))
+    refuse_to_run(resolved.config)  # the command that resumes it needs no option
+    assert resumed.config == resolved.config
+
+
+@pytest.mark.parametrize("hardware", [None, "cpu"])
+def test_one_process_on_the_machine_at_hand_needs_no_evidence(hardware: str | None) -> None:
+    config = load_recipe("quickstart", hardware=hardware).config
     refuse_to_run(config)
     assert layout_facts(config)["needs_evidence"] is False
 
