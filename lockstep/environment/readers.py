@@ -205,9 +205,12 @@ class _Judged:
         live: list[str] = []
         dead: list[tuple[str, str]] = []
         present: list[str] = []
-        for file, site in self._lookups(name):
+        # The entry's own lookup comes last: who uses the entry says more.
+        for file, site in sorted(self._lookups(name), key=lambda found: found[1].entry == name):
             place = f"{file}:{site.line}"
             entry_read = not site.entry or site.entry in seen or self._entry_used(site.entry)
+            if site.entry == name and not entry_read:
+                continue  # declared and unused: no reader, and not even dead code
             if site.dead or not entry_read:
                 dead.append((place, site.dead or f"it belongs to the entry {site.entry}, which nobody uses"))
             else:

@@ -54,7 +54,9 @@ def environment_aliases(module: ast.Module) -> set[str]:
     for name, value in _assignments(module):
         whole = [value, *((value.body, value.orelse) if isinstance(value, ast.IfExp) else ())]
         if isinstance(value, ast.Call):
-            whole += [*value.args, *([value.func.value] if last_name(value.func) == "copy" else ())]  # pyright: ignore[reportAttributeAccessIssue]
+            whole += value.args
+            if isinstance(value.func, ast.Attribute) and value.func.attr == "copy":
+                whole.append(value.func.value)
         if any(isinstance(part, ast.Attribute) and part.attr == "environ" for part in whole):
             found.add(name)
     return found

@@ -211,21 +211,21 @@ def test_every_dependency_has_its_reason_and_no_other_is_named() -> None:
 
 
 def test_tests_named_as_guards_against_faults_exist() -> None:
-    rows = re.findall(r"^\| ([A-H]\d+) \| .* \| \[.*\]\(\.\./(.*)\) `(\w+)` \|$", TEXTS["docs/faults.md"], re.MULTILINE)
+    rows = re.findall(r"^\| ([A-I]\d+) \| .* \| \[.*\]\(\.\./(.*)\) `(\w+)` \|$", TEXTS["docs/faults.md"], re.MULTILINE)
     assert len(rows) > 40
     missing = [row for row in rows if f"def test_{row[2]}(" not in (ROOT / row[1]).read_text(encoding="utf-8")]
     assert not missing
 
 
 def test_fault_ids_cited_in_tests_are_listed() -> None:
-    listed = set(re.findall(r"^\| ([A-H]\d+) \|", TEXTS["docs/faults.md"], re.MULTILINE))
+    listed = set(re.findall(r"^\| ([A-I]\d+) \|", TEXTS["docs/faults.md"], re.MULTILINE))
     cited: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
         for phrase in re.findall(
-            r"(?<!\w)\(([A-H]\d{1,2}(?:, [A-H]\d{1,2})*)[:)]|Faults? ([A-H]\d+(?: and [A-H]\d+)*)", text
+            r"(?<!\w)\(([A-I]\d{1,2}(?:, [A-I]\d{1,2})*)[:)]|Faults? ([A-I]\d+(?: and [A-I]\d+)*)", text
         ):
-            cited |= set(re.findall(r"[A-H]\d+", " ".join(phrase)))
+            cited |= set(re.findall(r"[A-I]\d+", " ".join(phrase)))
     assert len(cited) > 15
     assert cited <= listed
 

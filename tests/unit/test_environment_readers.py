@@ -75,6 +75,7 @@ def test_a_lookup_is_a_reader(source: str, tmp_path: Path) -> None:
         ('os.putenv("X_FLAG", "1")', "does not know it"),
         ('os.environ.pop("X_FLAG", None)', "does not know it"),
         ('del os.environ["X_FLAG"]', "does not know it"),
+        ('import copy\nfrom copy import copy as c\nx = copy(os)\ny = c(x)\nz = (lambda: 1)()', "does not know it"),
         ('value = os.getenv("X_FLAG_LONGER") or os.getenv("AN_X_FLAG")', "does not know it"),
         ('if False:\n    value = os.getenv("X_FLAG")', "runs only if `False`"),
         ('if True:\n    pass\nelse:\n    value = os.getenv("X_FLAG")', "runs only if not `True`"),
