@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from lockstep.checkpoint.errors import shown
 
-
 MAX_DEPTH = 64
 """Whoever walks a parsed value may do so recursively."""
 
