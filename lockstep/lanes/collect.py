@@ -14,14 +14,12 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from lockstep.lanes.catalogue import Lane
 from lockstep.lanes.declare import CPU, Case
 
 VARIABLE = "LOCKSTEP_LANES_COLLECTED"
-"""Where the collecting process writes what it found."""
+"""Where the collecting process (``collected``) writes what it found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +30,56 @@ class Collection:
     notes: tuple[str, ...]
 
 
-def collect(root: Path, cases: Iterable[Case]) -> Collection:
-    """Collect the files of the declared cases and compare."""
+def collect(root: Path, cases: Iterable[Case], lanes: Mapping[str, Lane]) -> Collection:
+    """Collect the files of the declared cases, each with its lane's interpreter, and compare.
+
+    Files of one folder are collected together, so that a ``conftest.py`` that can't be imported hides no other folder.
+    """
     declared: dict[str, list[Case]] = {}
     for case in cases:
         if case.declared:
             declared.setdefault(case.test_id, []).append(case)
-    files = sorted({cases_of[0].path for cases_of in declared.values()})
-    if not files:
-        return Collection((), ())
-    found, failed = run_collection(root, files)
+    groups: dict[tuple[str, str], set[str]] = {}
+    for own in declared.values():
+        groups.setdefault((lanes[own[0].lane].python, str(Path(own[0].path).parent)), set()).add(own[0].path)
+    found: set[str] = set()
+    failed: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    for (python, _), files in groups.items():
+        interpreter = root / python if "/" in python else Path(sys.executable)
+        if not interpreter.exists():
+            absent |= dict.fromkeys(files, f"{python} is not installed here")
+            continue
+        here, wrong = run_collection(root, str(interpreter), sorted(files))
+        found |= here
+        failed |= wrong
+    return _compare(declared, found, failed, absent)
+
+
+def _compare(
+    declared: Mapping[str, list[Case]], found: set[str], failed: Mapping[str, str], absent: Mapping[str, str]
+) -> Collection:
     problems: list[str] = []
     notes: dict[str, str] = {}
     for test_id, own in declared.items():
         case = own[0]
+        why = failed.get(case.path) or absent.get(case.path)
         if test_id in found:
             continue
-        why = failed.get(case.path)
         if why is None:
             problems.append(f"{case.where}: {test_id} is registered and pytest collected nothing of it")
-        elif any(one.hardware == CPU for one in own):
+        elif case.path not in absent and any(one.hardware == CPU for one in own):
             problems.append(f"{case.where}: {test_id} is registered for a CPU, and its file can't be collected: {why}")
         else:
             notes[case.path] = f"{case.path} can't be collected on this machine, its lane checks it: {why}"
     return Collection(tuple(problems), tuple(notes.values()))
 
 
-def run_collection(root: Path, files: list[str]) -> tuple[set[str], dict[str, str]]:
+def run_collection(root: Path, python: str, files: list[str]) -> tuple[set[str], dict[str, str]]:
     """Test ids that pytest finds in these files, and why a file gave none (an error, or a skip of the whole file)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "collected.json"
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "lockstep.lanes.collect", *files]
+        command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "lockstep.lanes.collected", *files]
         environment = {**os.environ, VARIABLE: str(out)}
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         if not out.exists():
@@ -70,35 +87,3 @@ def run_collection(root: Path, files: list[str]) -> tuple[set[str], dict[str, st
             return set(), dict.fromkeys(files, f"pytest ended with {done.returncode}: {why[0]}")
         table = json.loads(out.read_text(encoding="utf-8"))
     return set(table["found"]), table["failed"]
-
-
-class _Recorder:
-    """Keeps what a collection found until it can be written."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self.found: set[str] = set()
-        self.failed: dict[str, str] = {}
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Remember files that gave an error or skipped themselves."""
-        if report.outcome != "passed":
-            lines = [line for line in str(report.longrepr).splitlines() if line.strip()]
-            self.failed[report.nodeid.partition("::")[0]] = lines[-1] if lines else report.outcome
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Before -k or -m take any away."""
-        self.found = {item.nodeid.partition("[")[0] for item in items}
-
-    def pytest_collection_finish(self) -> None:
-        """Write it."""
-        table: Mapping[str, Any] = {"found": sorted(self.found), "failed": self.failed}
-        self.out.write_text(json.dumps(table), encoding="utf-8")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """In the process that collects: register the recorder."""
-    out = os.environ.get(VARIABLE)
-    if out:
-        config.pluginmanager.register(_Recorder(Path(out)), "lockstep-lanes-recorder")

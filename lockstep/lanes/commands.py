@@ -39,7 +39,7 @@ def plan_project(
     """The plan of the project in ``root``; ``online`` is a file with GitHub's answer to ``actions/runners``."""
     project = read_project(root.resolve())
     machines = None if online is None else read_online(online)
-    collection = collect_cases(project.root, project.cases) if collect else None
+    collection = collect_cases(project.root, project.cases, project.catalogue.lanes) if collect else None
     return make_plan(
         project, labels=labels, changed_since=changed_since, stages=stages, today=today(), online=machines,
         collection=collection,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -169,3 +170,10 @@ def test_the_package_imports_nothing_else_of_lockstep() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             outside |= {name for name in names if name.startswith("lockstep") and not name.startswith("lockstep.lanes")}
     assert outside == set()
+
+
+def test_reading_a_project_needs_no_pytest() -> None:
+    code = "import sys; sys.modules['pytest'] = None\nimport lockstep.lanes.commands, lockstep.cli_lanes\n"
+    code += "print(sorted(name for name in ('grimp', 'torch', 'pydantic') if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

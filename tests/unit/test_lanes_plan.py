@@ -93,6 +93,26 @@ def test_the_command_asks_pytest_itself(tmp_path: Path) -> None:
     assert "problems: 2" in out
 
 
+def test_a_folder_that_can_not_be_imported_hides_no_other_and_a_lanes_own_interpreter_is_used(tmp_path: Path) -> None:
+    gone = HEAD + mark() + "def test_gone(): pass\ndel test_gone\n"
+    fine = HEAD + mark("cpu-long", '{"cpu": "cpu"}') + "def test_fine(): pass\n"
+    files = {
+        "tests/engine/conftest.py": "import no_such_engine\n",
+        "tests/engine/test_e.py": fine,
+        "tests/test_g.py": gone,
+    }
+    root = plant(
+        tmp_path, files, CATALOGUE.replace("[lanes.cpu-long]", '[lanes.cpu-long]\npython = ".venv/bin/python"')
+    )
+    lines = lanes(root, "plan")[1].splitlines()
+    assert [line for line in lines if line.startswith("  ! ")] == [
+        "  ! tests/test_g.py:4: tests/test_g.py::test_gone is registered and pytest collected nothing of it"
+    ]
+    assert any(
+        "tests/engine/test_e.py can't be collected" in x and ".venv/bin/python is not installed" in x for x in lines
+    )
+
+
 def test_a_lane_whose_runners_are_missing_is_red(tmp_path: Path) -> None:
     text = mark("four") + "def test_b(): pass\n"
     (absent,) = problems(tmp_path, text, NO_RUNNER)
