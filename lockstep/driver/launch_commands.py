@@ -19,11 +19,12 @@ from lockstep.environment.reachability import Platform
 from lockstep.topology.commandline import ROWS, Launch, Surroundings, read_launches
 from lockstep.topology.launch_models import unknown_shape
 from lockstep.topology.launch_repairs import in_flags
+from lockstep.topology.memory import plan_memory
 from lockstep.topology.memory_records import MemoryPlan, gigabytes
 from lockstep.topology.records import Finding, Job
 
 DONE, FAILED = 0, 1
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 18
 _PLATFORMS: dict[str, Platform] = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 _INTERPRETER = ("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "MASTER_ADDR", "MASTER_PORT", "no_proxy")
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -102,12 +103,16 @@ def judge_launch(launch: Launch, *, installed: bool = False) -> LaunchVerdict:
     found = list(launch.findings)
     plan: MemoryPlan | None = None
     if launch.job is not None:
-        found += [f for f in _layout_findings(launch.job, launch.model_known) if not _beside_the_point(f, launch)]
-        if launch.model_known:
-            from lockstep.topology.memory import plan_memory
-
-            plan = _judged(launch, plan_memory(launch.job))
-            found += plan.findings
+        try:
+            ruled = [f for f in _layout_findings(launch.job, launch.model_known) if not _beside_the_point(f, launch)]
+            countable = launch.model_known and all(finding.rule != "sizes-positive" for finding in ruled)
+            plan = _judged(launch, plan_memory(launch.job)) if countable else None
+        except (ArithmeticError, LookupError, ValueError) as error:
+            # A script may state any numbers together, also such as no rule of ours was written for.
+            ruled = [Finding("not-judged", "error", f"these numbers together can't be judged: {error}")]
+        split = any(finding.rule.startswith("pipeline-") for finding in ruled)
+        planned = plan.findings if plan else ()
+        found += [*ruled, *(finding for finding in planned if not (split and finding.rule == "memory-split"))]
         rows = ROWS[launch.project]
         found = [in_flags(finding, launch.project, rows, launch.origins) for finding in found]
     found += _environment_findings(launch, installed)
@@ -267,7 +272,8 @@ def _layouts(job: Job) -> list[str]:
         lines.append(f"  trainer   {train.backend}: {text}")
     if (engine := job.engine) is not None:
         sizes = f"tp {engine.tp} · pp {engine.pp} · dp {engine.dp} · ep {engine.ep}"
-        lines.append(f"  engine    {engine.engine}: {engine.gpus_per_engine} GPUs each, {sizes}")
+        count = f"{engine.gpus_per_engine} GPU{'s' if engine.gpus_per_engine > 1 else ''}"
+        lines.append(f"  engine    {engine.engine}: {count} each, {sizes}")
     return lines
 
 

@@ -94,9 +94,17 @@ def read_launches(text: str, surroundings: Surroundings | None = None) -> tuple[
     around = surroundings or Surroundings()
     name = around.script or "the script"
     variables = {key: value for key, value in around.variables.items() if re.fullmatch(r"\w+", key)}
+    schedule = _scheduler_options(text)
+    nodes = schedule.get("nodes", Value()).text
+    slurm = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes} if nodes else {}
     try:
         script = follow(
-            text, given=variables, marker=MARKER, load=around.load, script=around.script, directory=around.directory
+            text,
+            given={**slurm, **variables},
+            marker=MARKER,
+            load=around.load,
+            script=around.script,
+            directory=around.directory,
         )
     except ShellError as error:
         way_out = "bash -n finds errors of syntax; a script beyond the bounds has to be cut to its launch command"
@@ -104,7 +112,6 @@ def read_launches(text: str, surroundings: Surroundings | None = None) -> tuple[
     programs = [program for invocation in script.invocations if (program := find_program(invocation))]
     if not programs:
         raise ConfigError(name, [_nothing_found(name, script)])
-    schedule = _scheduler_options(text)
     return tuple(_read(program, script, schedule, around) for program in _distinct(programs))
 
 
@@ -203,7 +210,7 @@ def _unsettled(options: Options, script: Script) -> list[Finding]:
             options.settings.setdefault("launch.model", option.values[0].text)
         unknown = next(piece for value in option.values for piece in value.unknowns)
         reason = f" ({unknown.reason})" if unknown.reason else ""
-        message = f"line {option.line}: {option.text[:200]}: not known{reason}"
+        message = f"line {option.line}: {option.text[:200]}: not known{reason}, so judged without it"
         found.append(Finding("not-known", "warning", message, f"give --set-variable {_statement(unknown, option)}"))
     for unknown in options.opaque:
         source = next((path for path, _ in script.missing), None)

@@ -59,7 +59,8 @@ def read_flags(
     options = Options()
     table = lookup(rows)
     for option in _flags(words, options, table):
-        flag = f"--{option.flag[2:].replace('_', '-')}" if underscores else option.flag
+        loose = underscores and option.flag.startswith("--")
+        flag = f"--{option.flag[2:].replace('_', '-')}" if loose else option.flag
         _add(options, Option(flag, option.values, option.line), table, project)
     for name, value in given.items():
         if name.startswith("-"):

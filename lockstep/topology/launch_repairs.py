@@ -40,10 +40,13 @@ def in_flags(finding: Finding, project: str, rows: Mapping[str, Row], origins: M
 
 def _piece(path: str, value: Any, project: str, rows: Mapping[str, Row], origins: Mapping[str, Option]) -> str | None:
     if path in _DERIVED.get(project, ()):
-        return ""
+        drops = project == "vllm" and path == "engine.ep" and value == 1
+        return "drop --enable-expert-parallel" if drops else ""
     target = _TARGETS.get(path, path if "." in path else f"job.{path}")
     if target == _OFFLOAD and project in ("megatron", "miles"):
         return f"add --optimizer-cpu-offload --optimizer-offload-fraction {value:g}" if value else None
+    if project == "verl" and target == "batch.global_batch":
+        return ""  # prompts of a mini-batch · samples of each: the repair's number is of samples
     if target in _SPECIAL.get(project, {}):
         return _SPECIAL[project][target].format(value)
     given = origins.get(target)

@@ -58,11 +58,6 @@ def _without(name: str) -> Callable[[Context], bool]:
     return lambda context: not context.settings.get(name)
 
 
-def _dense(context: Context) -> bool:
-    job = context.job
-    return job is not None and job.model.model_type != "" and not job.model.is_moe
-
-
 _TRAINERS: tuple[Project, ...] = ("megatron", "miles")
 _V = "actor_rollout_ref.actor."
 
@@ -138,14 +133,6 @@ INERT: tuple[Inert, ...] = (
         "no expert all-to-all that has modes is chosen",
         "add --moe-a2a-backend deepep",
         "SGLang python/sglang/srt/layers/moe/utils.py: initialize_moe_config",
-    ),
-    Inert(
-        ("--enable-expert-parallel",),
-        ("vllm",),
-        _dense,
-        "the model has no experts",
-        "drop --enable-expert-parallel",
-        "vLLM vllm/config/parallel.py: ParallelConfig.enable_expert_parallel",
     ),
     Inert(
         (f"{_V}ppo_micro_batch_size_per_gpu",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.topology.shell_arithmetic import NotKnown, evaluate
@@ -89,7 +90,7 @@ def assign(follower: Follower, word: Word) -> None:
     if word.elements is not None:
         state.assign(name, expand_elements(word.elements, state), append=append)
         return
-    value = _content(follower, word, match)
+    value = _named(name, _content(follower, word, match))
     if index is None:
         state.assign(name, value, append=append)
         return
@@ -108,6 +109,15 @@ def assign(follower: Follower, word: Word) -> None:
         source = f"${{{name}[@]}}"
         reason = f"line {word.line} sets an element of {name} by a key"
         state.assign(name, (Value((Unknown(source, word.line, name, reason, None, True),), word.line),))
+
+
+def _named(name: str, value: Value) -> Value:
+    """The value, with the variable as what would settle a piece that no other variable does."""
+    parts = tuple(
+        replace(part, variable=name) if isinstance(part, Unknown) and not part.variable else part
+        for part in value.parts
+    )
+    return Value(parts, value.line)
 
 
 def _declare(follower: Follower, words: Sequence[Word]) -> Flow:

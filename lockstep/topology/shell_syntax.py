@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_CHARACTERS = 1 << 20
+MAX_CHARACTERS = 1 << 18
 MAX_NESTING = 40
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 MAX_TEXT = 1 << 18
 MAX_ELEMENTS = 20_000
-MAX_STEPS = 50_000
+MAX_STEPS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
