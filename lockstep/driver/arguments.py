@@ -8,6 +8,8 @@ Nothing is invented: a setting without an entry in the catalogue, or with a valu
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +173,8 @@ def engine_arguments(config: RunConfig) -> list[Argument]:
 
 
 def _free_value(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return f" {shlex.quote(json.dumps(value))}"
     return "" if value is True else f" {shown(value)}"
 
 

@@ -149,7 +149,7 @@ def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] =
     changes: list[Change] = []
     if hardware is not None:
         changes.append(Change("cluster.hardware", hardware, f"recipe {recipe}"))
-    one = chosen_overlay(recipe, hardware if isinstance(hardware, str) else None, said.get("nodes"))
+    one = chosen_overlay(recipe, hardware, said.get("nodes")) if isinstance(hardware, str) else None
     if one is not None:
         changes += as_changes(one.changes(), f"overlay {one.hardware}")
     elif hardware in hardware_names() and default_hardware(recipe) is not None and overlays_of(recipe):

@@ -169,6 +169,11 @@ def test_hardware_is_named_by_the_option_a_file_or_set_and_the_option_wins(tmp_p
     assert load_recipe("deepseek-v4-flash").config.cluster.hardware == "mi355x"
 
 
+def test_hardware_set_to_none_leaves_the_recipe_without_an_overlay() -> None:
+    plain = load_recipe("deepseek-v4-flash", ["cluster.hardware=none"]).config
+    assert (plain.cluster.hardware, plain.cluster.nodes, plain.trainer.layout.pp) == (None, 1, 1)
+
+
 def test_nodes_choose_among_layouts_and_else_change_the_number_alone() -> None:
     assert load_recipe("inkling", nodes=12).config.trainer.layout.pp == 3
     assert load_recipe("inkling").config.trainer.layout.pp == 4
