@@ -55,9 +55,9 @@ def errors(job: Job) -> frozenset[str]:
 
 
 def _remaining(before: frozenset[str], knob: Knob, changed: Job) -> int:
-    """Errors that a change brings, and those that it leaves although they are about the same setting."""
+    """Errors that a change brings, and those about the same setting; both count double, or advice would go round."""
     same = {rule.id for rule in RULES if knob in rule.knobs}
-    return sum(id not in before or id in same for id in errors(changed))
+    return sum((id not in before) + (id in same) for id in errors(changed))
 
 
 def _hashable(changes: Changes) -> bool:
@@ -178,6 +178,11 @@ def _multiples(job: Job, now: Any) -> Iterable[Any]:
     return (*range(present + 1, present + 4097), *range(max(1, present - 512), present))
 
 
+def _virtual(job: Job, now: Any) -> Iterable[Any]:
+    """Chunks, or layers of a chunk, where they are given."""
+    return () if now is None else (*range(1, job.model.num_layers + 1), None)
+
+
 def _choices(*values: Any) -> Callable[[Job, Any], Iterable[Any]]:
     return lambda job, now: values
 
@@ -190,8 +195,7 @@ _DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
     **dict.fromkeys(("nodes", "gpus_per_node", "num_prompts", "group_size", "global_batch", "micro_batch"), _near),
     **dict.fromkeys(("optimizer_steps", "microbatch_group", "max_running_requests"), _near),
     "rollout_gpus": lambda job, now: range(job.num_gpus),
-    "virtual_stages": lambda job, now: (*range(1, job.model.num_layers + 1), None),
-    "layers_per_virtual_stage": lambda job, now: (*range(1, job.model.num_layers + 1), None),
+    **dict.fromkeys(("virtual_stages", "layers_per_virtual_stage"), _virtual),
     **dict.fromkeys(("pad_multiple", "prompt_tokens", "response_tokens"), _multiples),
     "chunked_prefill_tokens": _near,
     "page_tokens": _choices(16, 32, 64, 128, 256),

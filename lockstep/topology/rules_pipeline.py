@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from lockstep.topology.pipeline import (
     SplitError,
@@ -36,13 +36,12 @@ def differences(old: TrainLayout, new: TrainLayout) -> Changes:
 
 
 def stage_split(job: Job) -> list[Changes]:
-    """Other numbers of layers on the end stages, nearest first."""
-    train = train_of(job)
-    return [
-        changes
-        for split in splits(job.model.num_layers, train, allowed_starts(job))
-        if (changes := differences(train, split))
-    ]
+    """Other numbers of layers on the end stages, nearest first; with virtual stages, then without."""
+    train, starts_at = train_of(job), allowed_starts(job)
+    found = splits(job.model.num_layers, train, starts_at)
+    if train.virtual_stages is not None:
+        found += splits(job.model.num_layers, replace(train, virtual_stages=None), starts_at)
+    return [changes for split in found if (changes := differences(train, split))]
 
 
 def allowed_starts(job: Job) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.topology.records import Job
 from lockstep.topology.rules import Changes, engine_of, rule
+from lockstep.topology.rules_placement import engine_scale
 from lockstep.topology.rules_rollout import (
     SGLANG,
     SGLANG_A2A_CUDA,
@@ -194,7 +195,7 @@ def engine_nodes(job: Job) -> int:
     return -(-engine_of(job).gpus_per_engine // job.gpus_per_node)
 
 
-@rule("sglang-nodes", source=SGLANG, needs="sglang", knobs=("gpus_per_node", "engine.tp", "engine.pp"))
+@rule("sglang-nodes", source=SGLANG, needs="sglang", knobs=(engine_scale, "engine.pp"))
 def sglang_nodes(job: Job) -> str | None:
     """An engine over several nodes has tp · pp divisible by their number."""
     engine, nodes = engine_of(job), engine_nodes(job)

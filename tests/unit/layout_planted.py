@@ -474,7 +474,7 @@ ENGINES = [
             gpus_per_engine=3,
             job={"nodes": 3, "gpus_per_node": 2},
         ),
-        "gpus_per_node 2 → 1 or 3",
+        "engine gpus_per_engine 3 → 2, engine tp 3 → 2; or engine gpus_per_engine 3 → 1, engine tp 3 → 1",
         also=("engine-fast-links",),
     ),
     Planted(

@@ -133,7 +133,7 @@ def test_an_advised_repair_ends_its_violation(job: Job) -> None:
 
 
 @given(JOBS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_repairing_again_and_again_ends(job: Job) -> None:
     """Following the first finding's advice leads, in as many turns as there are rules, to a job without errors or to
     one whose error says that no setting mends it."""
