@@ -108,7 +108,7 @@ def test_the_parser_of_these_tests_refuses_what_the_program_refuses() -> None:
             parse(wrong)
 
 
-@pytest.mark.parametrize(("page", "line"), [(p, line) for p, line in LOCKSTEP_COMMANDS if "--set" in line])
+@pytest.mark.parametrize(("page", "line"), [(p, line) for p, line in LOCKSTEP_COMMANDS if "--set " in line])
 def test_quoted_overrides_load_or_are_refused_as_the_page_says(page: str, line: str) -> None:
     context = parse(shlex.split(line, comments=True)[1:])
     recipe = context.params["recipe"]
