@@ -6,6 +6,8 @@ together from its chunks, cut into checkpoint tensors by the refit's name table,
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.convert import model_type_of
 from lockstep.checkpoint.errors import CheckpointError, Problem
 from lockstep.checkpoint.records import CheckpointIndex, OutputGroup, OutputTensor, TensorEntry
-from lockstep.checkpoint.tensors import DTYPE_WORDS, TORCH_DTYPES, num_bytes
+from lockstep.checkpoint.streaming import folder_jobs
+from lockstep.checkpoint.tensors import DTYPE_WORDS, TORCH_DTYPES, OpenFiles, num_bytes
+from lockstep.checkpoint.work_list import WorkList
+from lockstep.checkpoint.writer import Progress, run_jobs
 from lockstep.records import Manifest, TensorSpec
 from lockstep.refit.name_tables import NameMapError
 from lockstep.refit.names import Unit, as_checkpoint, units_of
@@ -163,3 +168,28 @@ class _Tensors:
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, tuple(tensor.shape), (0,) * tensor.ndim, tensor
+
+
+def gather_shards(
+    shards: Path, config: Mapping[str, Any], out: Path, *, file_bytes: int, workers: int, progress: Progress
+) -> Path:
+    """Write a distributed checkpoint as the folder ``out``, with ``config`` as its config.json; resumes by digest from
+    the work list beside it (``OUT.work``), which is removed at the end. Returns ``out``.
+
+    Raises CheckpointError for names without a place in the family's table, and if ``out`` is there and was not begun
+    by this.
+    """
+    beside = out.with_name(out.name + ".work")
+    if out.exists() and any(out.iterdir()) and not beside.exists():
+        raise CheckpointError(out, ["is not empty; choose a new folder"])
+    beside.mkdir(parents=True, exist_ok=True)
+    reader = ShardReader(shards)
+    source = CheckpointIndex(shards, config, reader.entries)
+    transform = Gather(config)
+    work = WorkList(beside)
+    metadata = hashlib.sha256((shards / ".metadata").read_bytes()).hexdigest()
+    work.begin("gather", {"settings": dict(transform.settings), "metadata": metadata})
+    jobs = folder_jobs(transform, source, reader, OpenFiles(shards), file_bytes)
+    run_jobs(out, "gather", jobs, work, workers=workers, progress=progress)
+    shutil.rmtree(beside)
+    return out

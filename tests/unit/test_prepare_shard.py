@@ -11,15 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.errors import CheckpointError
-from lockstep.checkpoint.gather import Gather, ShardReader
+from lockstep.checkpoint.gather import ShardReader, gather_shards
 from lockstep.checkpoint.headers import read_checkpoint
 from lockstep.checkpoint.progress import Silent
-from lockstep.checkpoint.records import CheckpointIndex
 from lockstep.checkpoint.shard import METADATA, ShardPlan, write_shards
-from lockstep.checkpoint.streaming import folder_jobs
-from lockstep.checkpoint.tensors import TORCH_DTYPES, OpenFiles, TensorReader
+from lockstep.checkpoint.tensors import TORCH_DTYPES, TensorReader
 from lockstep.checkpoint.work_list import WorkList
-from lockstep.checkpoint.writer import run_jobs
 from lockstep.train.checkpoint import TrainerStateError, load_tensors, save_tensors
 from tests.synthetic_checkpoints import make_checkpoint, write_checkpoint, write_files
 
@@ -39,14 +36,7 @@ def shard(source: Path, target: Path, ranks: int, workers: int = 2) -> tuple[Pat
 
 def gather(shards: Path, config: dict[str, Any], target: Path) -> Path:
     """The folder of a distributed checkpoint."""
-    reader = ShardReader(shards)
-    source = CheckpointIndex(shards, config, reader.entries)
-    target.mkdir()
-    work = WorkList(target)
-    work.begin("gather", {})
-    jobs = folder_jobs(Gather(config), source, reader, OpenFiles(shards), 300_000)
-    run_jobs(target / "out", "gather", jobs, work, workers=2, progress=Silent())
-    return target / "out"
+    return gather_shards(shards, config, target, file_bytes=300_000, workers=2, progress=Silent())
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
