@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.environment.catalogue import Variable
 from lockstep.environment.reachability import Platform
 from lockstep.topology.commandline import ROWS, Launch, Surroundings, read_launches
 from lockstep.topology.launch_models import unknown_shape
@@ -170,6 +171,7 @@ def _environment_findings(launch: Launch, installed: bool) -> list[Finding]:
     """The ledger's judgement of the variables that the script sets: by the catalogue's types, values, requirements and
     history, and, with ``installed``, by the source of the packages that are here. A script gives one environment to all
     processes, so that a variable of the other process is no fault of it."""
+    from lockstep.environment.catalogue import variables
     from lockstep.environment.ledger import judge
 
     vendor = launch.job.hardware.vendor if launch.job and launch.job.hardware.memory_bytes else None
@@ -184,10 +186,22 @@ def _environment_findings(launch: Launch, installed: bool) -> list[Finding]:
             continue
         record = Finding(finding.rule, finding.severity, finding.message, finding.repair, finding.source)
         merged.setdefault((finding.rule, finding.message), record)
+    for name in sorted({name for table in launch.environment.values() for name in table}):
+        known = variables().get(name)
+        if known is not None and known.history and not installed:
+            merged["variable-history", name] = _history(known)
     if unknown:
         message = f"no package is known to read {', '.join(sorted(unknown))}"
         merged["variable-unknown", message] = Finding("variable-unknown", "note", message)
     return list(merged.values())
+
+
+def _history(variable: Variable) -> Finding:
+    """What its versions did with a variable: a warning where one of them has removed it."""
+    removed = any("is removed" in event for event in variable.history)
+    message = f"{variable.name}: what it does depends on {variable.reader}'s version: {'; '.join(variable.history)}"
+    repair = f"drop it where {variable.reader} no longer has it" if removed else ""
+    return Finding("variable-history", "warning" if removed else "note", message, repair, variable.source)
 
 
 def _stated(variables: Sequence[str]) -> dict[str, str]:

@@ -58,6 +58,7 @@ def _without(name: str) -> Callable[[Context], bool]:
     return lambda context: not context.settings.get(name)
 
 
+_VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _TRAINERS: tuple[Project, ...] = ("megatron", "miles")
 _V = "actor_rollout_ref.actor."
 
@@ -159,6 +160,8 @@ def command_findings(program: Program, options: Options, settings: Mapping[str, 
     found = [finding for inert in INERT if program.project in inert.projects for finding in _inert(inert, context)]
     if program.project == "verl":
         found += _other_strategy(context)
+    if job is not None:
+        found += _visible_devices(job)
     return found
 
 
@@ -183,6 +186,24 @@ def _other_strategy(context: Context) -> Iterator[Finding]:
         yield Finding(
             "flag-inert", "warning", message, repair if wanted == "megatron" else "drop them", "verl actor.yaml"
         )
+
+
+def _visible_devices(job: Job) -> Iterator[Finding]:
+    """Devices that the script hides from its own processes, and variables for it that disagree (ray#46563)."""
+    lists: dict[str, tuple[str, ...]] = {}
+    for table in job.environment.values():
+        for name in _VISIBILITY:
+            if re.fullmatch(r"[0-9]+(\s*,\s*[0-9]+)*", table.get(name, "")):
+                lists[name] = tuple(piece.strip() for piece in table[name].split(","))
+    for name, devices in lists.items():
+        if len(devices) < job.gpus_per_node:
+            message = f"{name} shows {len(devices)} devices, and the command uses {job.gpus_per_node} a node"
+            repair = f"show {job.gpus_per_node} devices, or use {len(devices)} a node"
+            yield Finding("visible-devices", "error", message, repair, "CUDA and HIP: *_VISIBLE_DEVICES")
+    if len({*lists.values()}) > 1:
+        shown = ", ".join(f"{name}={','.join(devices)}" for name, devices in lists.items())
+        message = f"{shown}: each layer obeys another one of these"
+        yield Finding("visible-devices", "warning", message, "set one of them", "ray-project/ray#46563")
 
 
 def environment_findings(program: Program, exported: Mapping[str, str], reaches_workers: bool) -> list[Finding]:

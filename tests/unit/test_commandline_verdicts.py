@@ -138,6 +138,39 @@ def test_variables_that_contradict_each_other_are_found() -> None:
     assert repair == "set SGLANG_OPT_USE_COMPRESSOR_V2=true"
 
 
+def test_a_variable_that_a_release_has_removed_is_told_with_its_history() -> None:
+    """sgl-project/sglang#28612 and #35060: the switch lost its meaning, then its reader."""
+    table = found(judged("miles_faults").verdicts[0])
+    ((severity, message, repair),) = table["variable-history"]
+    assert severity == "warning"
+    assert "sglang#28612" in message
+    assert "sglang#35060: the switch is removed" in message
+    assert repair == "drop it where sglang no longer has it"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3", []),
+        ("CUDA_VISIBLE_DEVICES=0,1", ["CUDA_VISIBLE_DEVICES shows 2 devices, and the command uses 4 a node"]),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 HIP_VISIBLE_DEVICES=0,1,2,3", []),
+        (
+            "CUDA_VISIBLE_DEVICES=0,1,2,3 ROCR_VISIBLE_DEVICES=4,5,6,7",
+            [
+                "CUDA_VISIBLE_DEVICES=0,1,2,3, ROCR_VISIBLE_DEVICES=4,5,6,7: each layer obeys another one of these",
+            ],
+        ),
+        ("CUDA_VISIBLE_DEVICES=", []),
+    ],
+)
+def test_devices_that_the_script_hides_from_itself(tmp_path: Path, prefix: str, expected: list[str]) -> None:
+    """ray-project/ray#46563: three variables for the visible devices, set by different layers."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"{prefix} vllm serve Qwen/Qwen3-4B -tp 4\n")
+    table = found(plan_launch(script).verdicts[0])
+    assert [message for _, message, _ in table.get("visible-devices", [])] == expected
+
+
 def test_a_secret_of_the_script_is_in_neither_text_nor_json() -> None:
     report = judged("miles_faults")
     assert "hunter2" not in report.text()
