@@ -22,6 +22,7 @@ from lockstep.config.load import load_run_config
 from lockstep.config.schema import BoundConfig, RunConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.engines import build_engine, close_engine
+from lockstep.driver.environment import launched
 from lockstep.driver.folder import TRAINER, no_recipe, save_checkpoint
 from lockstep.driver.progress import Progress
 from lockstep.driver.scoring import optimizer_parts, score_models
@@ -219,7 +220,7 @@ def from_recipe(config: RunConfig, say: Say) -> Iterator[Evidence]:
     """A batch sampled now, by an engine that is refitted twice before: from other weights, so that a tensor that does
     not arrive shows, and to the recipe's own. Nothing is written, and nothing is trained before ``updated`` is asked
     for."""
-    with assembled(config, say, warm_up=True) as parts:
+    with launched(config), assembled(config, say, warm_up=True) as parts:
         receiver = parts.engine.receiver()
         source = parts.trainer.weights()
         run_refit(OtherWeights(source), receiver, parts.transport, verify=False)

@@ -21,6 +21,7 @@ import rich.table
 
 from lockstep.agreement import Agreement
 from lockstep.config.schema import BoundConfig
+from lockstep.driver.environment import launched
 from lockstep.driver.evidence import Evidence, ReplayError, from_recipe, from_run, vllm_scores, with_options
 from lockstep.interfaces import LogProbs
 from lockstep.parity.attribute import Attribution, Scores, Trial, attribute, sentence
@@ -59,7 +60,9 @@ def evidence_of(target: str, overrides: Seq[str], step: int | None) -> Iterator[
     if Path(target).is_dir():
         if overrides:
             raise ReplayError("a recorded run has its own configuration: --set is for recipes")
-        yield from_run(Path(target), step)
+        evidence = from_run(Path(target), step)
+        with launched(evidence.config):
+            yield evidence
         return
     if step is not None:
         raise ReplayError(f"{target} is no folder of a run, and a recipe has no recorded step")
