@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from lockstep.topology.grids import dense_grid, expert_grid, expert_tensor_size
+import itertools
+import math
+
+from lockstep.topology.grids import AXES, dense_grid, expert_grid, expert_tensor_size
 from lockstep.topology.records import Job
+from lockstep.topology.repairs import divisors
 from lockstep.topology.rules import Changes, rule, train_of
 
 PARALLEL_STATE = "Megatron-LM megatron/core/parallel_state.py: initialize_model_parallel"
+RANK_GENERATOR = "Megatron-LM megatron/core/parallel_state.py: RankGenerator.__init__"
 CONFIG = "Megatron-LM megatron/core/transformer/transformer_config.py: TransformerConfig.__post_init__"
 ARGUMENTS = "Megatron-LM megatron/training/arguments.py: validate_args"
 DIVIDE = "Megatron-LM megatron/core/tensor_parallel/layers.py: divide"
@@ -16,11 +21,32 @@ MLP = "Megatron-LM megatron/core/transformer/mlp.py: MLP"
 # --- grids ------------------------------------------------------------------------------------------------------------
 
 
+def dense_sizes(job: Job) -> list[Changes]:
+    """tp, pp and cp that divide the ranks together, the least changed first."""
+    train, world = train_of(job), job.train_world
+    sizes = divisors(world)
+    fitting = [
+        (tp, pp, cp)
+        for tp in sizes
+        for pp in sizes
+        if world % (tp * pp) == 0
+        for cp in sizes
+        if world % (tp * pp * cp) == 0
+    ]
+    now = (train.tp, train.pp, train.cp)
+    fitting.sort(key=lambda new: sum(abs(math.log2(size / old)) for size, old in zip(new, now, strict=True)))
+    paths = ("train.tp", "train.pp", "train.cp")
+    every = (
+        tuple((path, size) for path, size, old in zip(paths, new, now, strict=True) if size != old) for new in fitting
+    )
+    return [changes for changes in itertools.islice(every, 40) if changes]
+
+
 @rule(
     "dense-grid",
     source=f"{ARGUMENTS}; {PARALLEL_STATE}",
     needs="megatron",
-    knobs=("train.cp", "train.tp", "train.pp", "nodes"),
+    knobs=("train.cp", "train.tp", "train.pp", dense_sizes, "nodes"),
 )
 def dense_grid_divides(job: Job) -> str | None:
     """tp · pp · cp divides the trainer's ranks; the quotient is the data-parallel size."""
@@ -69,10 +95,24 @@ def no_experts(job: Job) -> str | None:
     return f"ep {train.ep}{etp} for {job.model.name}, which has no experts"
 
 
+@rule("rank-order", source=RANK_GENERATOR, needs="megatron", knobs=("train.switches.rank_order",))
+def rank_order(job: Job) -> str | None:
+    """An order of ranks names known axes, each once, and every axis whose size is not 1."""
+    train, world = train_of(job), job.train_world
+    named = train.switches.rank_order.lower().split("-")
+    if sorted(set(named) & set(AXES)) != sorted(named):
+        return f"order {train.switches.rank_order}: it is of {', '.join(AXES)}, each once"
+    dp, edp = world // (train.tp * train.pp * train.cp), world // (expert_tensor_size(train) * train.ep * train.pp)
+    sizes = {"tp": max(train.tp, expert_tensor_size(train)), "pp": train.pp, "cp": train.cp, "ep": train.ep}
+    sizes["dp"] = max(dp, edp)
+    missing = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in named]
+    return f"order {train.switches.rank_order} leaves out {', '.join(missing)}" if missing else None
+
+
 @rule(
     "pipeline-groups",
     source=PARALLEL_STATE,
-    needs="megatron moe",
+    needs="megatron",
     knobs=("train.switches.rank_order", "train.etp", "train.ep"),
 )
 def pipeline_groups(job: Job) -> str | None:
@@ -80,7 +120,7 @@ def pipeline_groups(job: Job) -> str | None:
     both, and the experts' data-parallel size must equal the dense one."""
     train = train_of(job)
     order = train.switches.rank_order
-    if train.pp == 1 or order.endswith("pp"):
+    if train.pp == 1 or order.endswith("pp") or rank_order(job) is not None:
         return None
     try:
         dense, expert = dense_grid(train, job.train_world), expert_grid(train, job.train_world)

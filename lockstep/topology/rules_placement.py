@@ -110,7 +110,17 @@ def engine_scale(job: Job) -> list[Changes]:
                 changes.append((*base, ("engine.ep", scaled)))
             if engine.ep == engine.tp * engine.dp and engine.ep > 1:
                 changes.append((*base, ("engine.ep", engine.ep * scaled // rest)))
-    return sorted(changes, key=lambda entry: (abs(entry[0][1] - engine.gpus_per_engine), len(entry)))
+    changes.sort(key=lambda entry: (abs(entry[0][1] - engine.gpus_per_engine), len(entry)))
+    return changes + [_plain_engine(job, size) for size in reversed(divisors(max(1, job.engine_pool)))]
+
+
+def _plain_engine(job: Job, size: int) -> Changes:
+    """An engine that splits the model by tensor parallelism alone."""
+    names = "pp dp ep prefill_cp decode_cp attention_cp moe_dp"
+    wanted: dict[str, object] = {"gpus_per_engine": size, "tp": size, **dict.fromkeys(names.split(), 1)}
+    wanted |= {"dp_attention": False, "moe_dense_tp": None}
+    engine = engine_of(job)
+    return tuple((f"engine.{name}", value) for name, value in wanted.items() if getattr(engine, name) != value)
 
 
 @rule(

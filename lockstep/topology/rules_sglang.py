@@ -109,14 +109,20 @@ def sglang_deepep_graphs(job: Job) -> str | None:
 
 
 MORI_CHUNK = 4096
-"""Tokens of a prefill chunk per rank that SGLang's mori back end dispatches by default
-(SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK)."""
+"""Tokens of a prefill chunk per rank that SGLang's mori back end dispatches by default."""
+MORI_VARIABLE = "SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+
+
+def mori_chunk(job: Job) -> int:
+    """What mori dispatches per rank: the engine's variable, or the default."""
+    stated = job.environment.get("engine", {}).get(MORI_VARIABLE, "")
+    return int(stated) if stated.isdecimal() else MORI_CHUNK
 
 
 def smaller_chunks(job: Job) -> list[Changes]:
     """The largest chunk that mori dispatches."""
     ranks = engine_of(job).dp if engine_of(job).dp_attention else 1
-    return [(("engine.chunked_prefill_tokens", MORI_CHUNK * ranks),)]
+    return [(("engine.chunked_prefill_tokens", mori_chunk(job) * ranks),)]
 
 
 @rule("sglang-mori-chunk", source=f"{SGLANG} (mori)", needs="sglang moe", knobs=(smaller_chunks,))
@@ -124,9 +130,9 @@ def sglang_mori_chunk(job: Job) -> str | None:
     """A prefill chunk of a rank is at most what SGLang's mori back end dispatches."""
     engine = engine_of(job)
     chunk = _rank_chunk(job)
-    if engine.moe_a2a != "mori" or chunk is None or chunk <= MORI_CHUNK:
+    if engine.moe_a2a != "mori" or chunk is None or chunk <= mori_chunk(job):
         return None
-    return f"a prefill chunk of {chunk} tokens a rank with mori, which dispatches {MORI_CHUNK}"
+    return f"a prefill chunk of {chunk} tokens a rank with mori, which dispatches {mori_chunk(job)}"
 
 
 def _rank_chunk(job: Job) -> int | None:

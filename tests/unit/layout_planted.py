@@ -119,6 +119,11 @@ GRIDS = [
     ),
     Planted("no-experts", megatron(DENSE, ep=2), "ep 2 → 1"),
     Planted(
+        "rank-order",
+        megatron(DENSE, cp=2, switches={"rank_order": "tp-dp-pp"}),
+        "rank_order tp-dp-pp → tp-cp-ep-dp-pp",
+    ),
+    Planted(
         "pipeline-groups",
         megatron(gpus=16, tp=2, pp=2, ep=4, etp=1, switches={"rank_order": "tp-cp-ep-pp-dp"}),
         "rank_order tp-cp-ep-pp-dp → tp-cp-ep-dp-pp",

@@ -280,6 +280,20 @@ def test_a_silent_change_of_expert_parallelism_is_judged_as_what_it_becomes() ->
     assert ids(findings) == ["sglang-a2a-ep"]
 
 
+def test_moris_chunk_is_what_its_variable_says() -> None:
+    job = serving("sglang", device="mi355x", tp=8, ep=8, moe_a2a="mori", chunked_prefill_tokens=8192)
+    assert complaints(job) == ["sglang-mori-chunk"]
+    for value, found in (("16384", []), ("2048", ["sglang-mori-chunk"]), ("many", ["sglang-mori-chunk"])):
+        environment = {"engine": {"SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK": value}}
+        assert complaints(replace(job, environment=environment)) == found
+
+
+def test_pipeline_groups_differ_on_dense_models_too() -> None:
+    """Megatron builds the experts' grid for every model: with cp, its data-parallel size is another."""
+    job = megatron(DENSE, pp=2, cp=2, switches={"rank_order": "tp-cp-ep-pp-dp"})
+    assert complaints(job) == ["pipeline-groups"]
+
+
 def test_connections_are_judged_only_where_the_environment_is_stated() -> None:
     assert complaints(megatron(DENSE, tp=4)) == []
     one = {"environment": {"trainer": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}}
