@@ -40,7 +40,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """A flag without effect. ``when`` holds where it has none; ``because`` and ``repair`` are told to the user."""
+    """A flag without effect. ``when`` holds where it has none; ``because`` and ``repair`` are told to the user.
+    ``refused``: the program stops with an error instead."""
 
     flags: tuple[str, ...]
     projects: tuple[Project, ...]
@@ -48,6 +49,7 @@ class Inert:
     because: str
     repair: str
     source: str
+    refused: bool = False
 
 
 def _setting(name: str) -> Callable[[Context], bool]:
@@ -80,12 +82,21 @@ INERT: tuple[Inert, ...] = (
         "Megatron-LM megatron/core/fp8_utils.py: get_fp8_context",
     ),
     Inert(
-        ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"),
+        ("--moe-flex-dispatcher-backend",),
         _TRAINERS,
         lambda context: context.settings.get("train.moe_dispatcher") != "flex",
         "only the flex dispatcher has back ends",
         "add --moe-token-dispatcher-type flex",
         "Megatron-LM megatron/core/transformer/moe/token_dispatcher.py: MoEFlexTokenDispatcher",
+    ),
+    Inert(
+        ("--moe-enable-deepep",),
+        _TRAINERS,
+        lambda context: context.settings.get("train.moe_dispatcher") != "flex",
+        "DeepEP is a back end of the flex dispatcher only",
+        "add --moe-token-dispatcher-type flex",
+        "Megatron-LM megatron/core/transformer/transformer_config.py: TransformerConfig.__post_init__",
+        refused=True,
     ),
     Inert(
         ("--rollout-num-gpus",),
@@ -141,7 +152,7 @@ INERT: tuple[Inert, ...] = (
         _setting("launch.dynamic_batch"),
         "use_dynamic_bsz packs by ppo_max_token_len_per_gpu",
         f"drop it, or set {_V}use_dynamic_bsz=False",
-        "verl verl/workers/actor: prepare_dynamic_batch",
+        "verl verl/workers/actor/dp_actor.py: update_policy",
     ),
     Inert(
         (f"{_V}ppo_max_token_len_per_gpu",),
@@ -149,7 +160,7 @@ INERT: tuple[Inert, ...] = (
         _without("launch.dynamic_batch"),
         "it is read with use_dynamic_bsz only",
         f"set {_V}use_dynamic_bsz=True",
-        "verl verl/workers/actor: prepare_dynamic_batch",
+        "verl verl/workers/actor/dp_actor.py: update_policy",
     ),
 )
 
@@ -168,8 +179,15 @@ def command_findings(program: Program, options: Options, settings: Mapping[str, 
 def _inert(inert: Inert, context: Context) -> Iterator[Finding]:
     for flag in inert.flags:
         if context.given(flag) and inert.when(context):
-            message = f"line {context.line(flag)}: {context.options.by_flag[flag].text} has no effect: {inert.because}"
-            yield Finding("flag-inert", "warning", message, inert.repair, inert.source)
+            option = f"line {context.line(flag)}: {context.options.by_flag[flag].text}"
+            unless = ", unless options that are not known say otherwise" if context.options.opaque else ""
+            because = f"{inert.because}{unless}"
+            if inert.refused:
+                severity = "warning" if unless else "error"
+                yield Finding("flag-refused", severity, f"{option}: {because}", inert.repair, inert.source)
+            else:
+                message = f"{option} has no effect: {because}"
+                yield Finding("flag-inert", "warning", message, inert.repair, inert.source)
 
 
 def _other_strategy(context: Context) -> Iterator[Finding]:

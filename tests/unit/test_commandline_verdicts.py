@@ -116,9 +116,25 @@ def test_faults_of_a_miles_launch() -> None:
     ]
     assert table["pipeline-even"][0][2].endswith("--decoder-last-pipeline-num-layers 23")
     assert table["batch-steps"][0][2].endswith("--global-batch-size 128 on line 39")
-    assert [message.split()[2] for _, message, _ in table["flag-inert"]] == [
-        *("--moe-enable-deepep", "--rollout-num-gpus", "--sglang-tp-size", "--micro-batch-size"),
+    assert table["flag-refused"] == [
+        (
+            "warning",
+            "line 33: --moe-enable-deepep: DeepEP is a back end of the flex dispatcher only, unless options that are "
+            "not known say otherwise",
+            "add --moe-token-dispatcher-type flex",
+        )
     ]
+    assert [message.split()[2] for _, message, _ in table["flag-inert"]] == [
+        *("--rollout-num-gpus", "--sglang-tp-size", "--micro-batch-size"),
+    ]
+
+
+def test_what_a_missing_file_may_hold_is_told_apart_from_what_is_refused() -> None:
+    (verdict,) = judged("miles_faults", "MODEL_ARGS=--swiglu").verdicts
+    ((severity, message, _),) = found(verdict)["flag-refused"]
+    assert (severity, message.endswith("dispatcher only")) == ("error", True)
+    (verdict,) = judged("miles_faults", "MODEL_ARGS=--moe-token-dispatcher-type flex").verdicts
+    assert "flag-refused" not in found(verdict)
 
 
 def test_a_variable_that_a_ray_job_never_gets_is_told_from_one_that_its_workers_have() -> None:
