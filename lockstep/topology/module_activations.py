@@ -11,22 +11,35 @@ Counted from what each operation saves for its backward, with b bytes a number (
                             and 4·E once
 
 and once: (4 + b)·h + 4 of the final norm, 2·b·head_dim of rotary tables, 8 of token ids. A test counts the same with
-hooks on the tensors that autograd saves. Other kinds of attention are estimated by the widths that they put in these
-places. With gradient checkpointing a layer keeps its input, and one layer at a time the rest.
+hooks on the tensors that autograd saves. Other kinds of attention: module_attention.py. With gradient checkpointing a
+layer keeps its input, and one layer at a time the rest.
 """
 
 from __future__ import annotations
 
+from lockstep.topology.module_attention import (
+    attention_activations,
+    expert_activations,
+    hyper_connection_activations,
+    query_width,
+    router_activations,
+)
 from lockstep.topology.records import ModelShape
 
 
 def module_layer_activations(shape: ModelShape, layer: int, tokens: int, *, row: int | None, width: int = 2) -> int:
     """Bytes that the backward of decoder layer ``layer`` needs for ``tokens`` positions. ``row``: columns of the mask,
     None where attention is causal without one. ``width``: bytes of a number."""
-    hidden = shape.hidden * max(1, shape.hyper_connections)
-    norms = 2 * ((4 + 2 * width) * hidden + 4)
-    offsets = 4 * shape.num_experts if shape.is_moe and layer >= shape.dense_layers else 0
-    return round(tokens * (norms + _attention(shape, layer, row, width) + _feed_forward(shape, layer, width)) + offsets)
+    norms = 2 * ((4 + 2 * width) * shape.hidden + 4)
+    streams = hyper_connection_activations(shape, width)
+    mixed = attention_activations(shape, layer, row, width)
+    if not shape.is_moe or layer < shape.dense_layers:
+        return round(tokens * (norms + streams + mixed + 4 * width * shape.ffn))
+    routed, shared = expert_activations(shape, width)
+    experts = shape.experts_per_token * routed + shared + router_activations(shape, width)
+    # Once: where each expert's rows end, and the router's weight in float32 where it runs in it.
+    once = 4 * shape.num_experts * (1 + (shape.hidden if shape.attention in ("mla", "mla_dsa") else 0))
+    return round(tokens * (norms + streams + mixed + experts) + once)
 
 
 def module_outer_activations(shape: ModelShape, tokens: int, *, width: int = 2) -> int:
@@ -46,7 +59,7 @@ def module_working_set(shape: ModelShape, tokens: int, *, width: int = 2, gradie
     In a backward what was kept is freed as it is used, so the group is that of the operation that needs most: the
     product of gate and up, attention, the sum over a token's experts, or a norm in float32.
     """
-    queries = max(_widths(shape, layer)[0] for layer in range(shape.num_layers))
+    queries = query_width(shape)
     hidden = shape.hidden * max(1, shape.hyper_connections)
     dense = shape.ffn if not shape.is_moe or shape.dense_layers else 0
     wide = max(dense, shape.num_shared_experts * shape.moe_ffn)
@@ -76,45 +89,7 @@ def head_working_set(
     return logits + states + several + width * weight + copied
 
 
-def _attention(shape: ModelShape, layer: int, row: int | None, width: int) -> float:
-    queries, keys, values = _widths(shape, layer)
-    heads = shape.num_heads
-    normed = 0
-    if shape.qk_norm or shape.attention == "inkling":
-        normed = (4 + width) * (queries + keys) + 4 * (heads + keys // shape.head_dim)
-    if row is None:
-        return normed + width * (2 * queries + keys + values) + 4 * heads
-    masked = width * (3 * queries + max(values, queries if shape.attention == "gqa" else values)) + width * row
-    extra = _latents(shape, width)
-    if shape.attention == "inkling":
-        # Relative positions are a bias of its own for every head.
-        extra += heads * row * width
-    return normed + masked + 4 * heads + extra
-
-
-def _latents(shape: ModelShape, width: int) -> int:
-    """Down-projected states with their norms, which MLA and DeepSeek-V4 keep beside the heads."""
-    return (4 + 2 * width) * (shape.q_lora_rank + shape.kv_lora_rank) + width * shape.rope_head_dim
-
-
-def _widths(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Features a position of queries, keys and values before they are repeated."""
-    if shape.attention in ("mla", "mla_dsa"):
-        wide = shape.num_heads * (shape.qk_nope_head_dim + shape.rope_head_dim)
-        return wide, wide, shape.num_heads * shape.v_head_dim
-    kv_heads = shape.window_kv_heads if layer in shape.window_layers else shape.num_kv_heads
-    return shape.num_heads * shape.head_dim, kv_heads * shape.head_dim, kv_heads * shape.head_dim
-
-
 def _rotary(shape: ModelShape) -> int:
     if shape.attention == "inkling":
         return 0
     return shape.rope_head_dim or shape.head_dim
-
-
-def _feed_forward(shape: ModelShape, layer: int, width: int) -> float:
-    if not shape.is_moe or layer < shape.dense_layers:
-        return 4 * width * shape.ffn
-    row = 2 * width * shape.hidden + 4 * width * shape.moe_ffn + width + 24
-    shared = 4 * width * shape.num_shared_experts * shape.moe_ffn
-    return shape.experts_per_token * (row + 8) + 4 * shape.num_experts + shared

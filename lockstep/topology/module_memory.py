@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 100_000_000
 """cuBLAS workspaces of the forward's and the backward's thread, which torch's allocator holds."""
 
 UNPACKED = frozenset({"deepseek_v4", "inkling_text"})
-"""Architectures whose sequences are padded at the right: attention is causal and has no mask."""
+"""Architectures whose sequences are padded at the right. They attend in parts over the row's columns."""
 
 
 def module_stage(job: Job) -> StageMemory:
@@ -84,11 +84,13 @@ def module_phase_items(job: Job, held: StageMemory, phase: Phase) -> list[Memory
 
 
 def micro_batch(job: Job) -> tuple[int, int | None]:
-    """(positions of one forward, columns of the attention mask: None without one)."""
+    """(positions of one forward, columns of its rows: None where attention is causal and needs no mask)."""
     budget, _ = micro_batch_tokens(job)
     length, whole = sequence_tokens(job), step_positions(job)
     if whole is not None:
         budget = min(budget, whole)
+    if job.model.model_type in UNPACKED:
+        return budget, min(length or budget, budget)
     if not _packs(job):
         return budget, None
     row = max(PACKED_ROW_TOKENS, 4 * length) if length is not None else budget
@@ -124,7 +126,7 @@ def _training_moments(job: Job, held: StageMemory) -> list[list[MemoryItem]]:
         checkpoint = module_checkpoint(shape, tokens, width=width)
         kept, first, working = len(layers) * checkpoint, checkpoint, working + max(layers)
         note += ", their inputs"
-    basis = "counted" if shape.attention == "gqa" else "assumed"
+    basis = "assumed" if shape.attention == "deepseek_v4" else "counted"
     head = head_working_set(shape, tokens, _chunk(job), width=width, gradient=True)
     gradient, gathered = held.gradients, _gathered(job, gradient=True)
     # With one micro-batch the gradients of the layers are not there yet when the head's backward runs.
