@@ -50,6 +50,10 @@ def plan(
         list[str] | None,
         typer.Option("--set-variable", metavar="NAME=VALUE", help="With --from: a shell variable. Repeatable."),
     ] = None,
+    installed: Annotated[
+        bool,
+        typer.Option("--installed", help="With --from: ask the packages that are here who reads each variable (slow)."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge a layout without its hardware: rules with repairs, memory by phase, variables, arguments.
@@ -67,9 +71,10 @@ def plan(
         ):
             if given:
                 raise typer.BadParameter("does not go with --from", param_hint=name)
-        raise typer.Exit(_plan_script(script, hardware, nodes, variables or [], as_json=as_json))
-    if variables:
-        raise typer.BadParameter("goes with --from", param_hint="--set-variable")
+        raise typer.Exit(_plan_script(script, hardware, nodes, variables or [], installed, as_json=as_json))
+    for name, given in (("--set-variable", variables), ("--installed", installed)):
+        if given:
+            raise typer.BadParameter("goes with --from", param_hint=name)
     assert recipe is not None
     resolved = load_chosen(recipe, overrides, hardware, nodes, variants, unverified)
     from lockstep.driver.plan_commands import plan as run
@@ -77,9 +82,11 @@ def plan(
     raise typer.Exit(run(resolved, with_suggestions=suggest, sources=sources, as_json=as_json))
 
 
-def _plan_script(script: Path, hardware: str | None, nodes: int | None, variables: list[str], *, as_json: bool) -> int:
+def _plan_script(
+    script: Path, hardware: str | None, nodes: int | None, variables: list[str], installed: bool, *, as_json: bool
+) -> int:
     from lockstep.driver.launch_commands import plan_launch
 
-    report = plan_launch(script, hardware=hardware, nodes=nodes, variables=variables)
+    report = plan_launch(script, hardware=hardware, nodes=nodes, variables=variables, installed=installed)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report.text())
     return report.exit_code

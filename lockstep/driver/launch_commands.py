@@ -263,7 +263,7 @@ def _verdict_text(path: str, verdict: LaunchVerdict) -> str:
     if verdict.plan is not None and verdict.plan.phases:
         lines.append(f"  memory    {_memory_line(verdict.plan)}")
     if launch.unread:
-        lines.append(f"  unread    {len(launch.unread)} options that say nothing of layout or memory")
+        lines.append(f"  unread    options that say nothing of layout or memory: {len(launch.unread)}")
     counts = Counter(finding.severity for finding in verdict.findings)
     summary = ", ".join(f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}" for s in _ORDER if counts[s]) or "no findings"
     lines.append(f"  verdict   {'legal' if verdict.legal else 'refused'}: {summary}")

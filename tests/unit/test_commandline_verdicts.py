@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.config.errors import ConfigError
 from lockstep.driver.launch_commands import LaunchReport, LaunchVerdict, plan_launch
 
@@ -426,3 +428,23 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     )
     assert len(plan_launch(script).verdicts) == 2
     assert not flag.exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("vllm_legal", 0), ("vllm_faults", 1)])
+def test_the_command_prints_the_verdict_and_exits_by_it(name: str, code: int) -> None:
+    arguments = ["plan", "--from", str(SCRIPTS / f"{name}.sh"), "--hardware", H200]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code
+    assert ("verdict   legal" in result.stdout) == (code == 0)
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert report["legal"] == (code == 0)
+    assert all(launch["memory"]["phases"] for launch in report["launches"])
+
+
+def test_the_command_takes_variables_and_options_of_the_script() -> None:
+    arguments = ["plan", "--from", str(SCRIPTS / "miles_faults.sh"), "--json"]
+    stated = ["--set-variable", "--expert-model-parallel-size=2", "--nodes", "2"]
+    (launch,) = json.loads(CliRunner().invoke(app, [*arguments, *stated]).stdout)["launches"]
+    assert launch["train"]["ep"] == 2
+    assert launch["devices"]["nodes"] == 2
+    assert CliRunner().invoke(app, ["plan", "quickstart", "--set-variable", "A=1"]).exit_code == 2
