@@ -62,6 +62,11 @@ def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
     working, overhead = _working(job, engine), _overhead(job, engine)
     taken = working.num_bytes + sum(item.num_bytes for item in overhead)
     pool = _pool(job, engine, held_bytes, weights.num_bytes, taken, findings)
+    most = cost.bytes_of(1, engine.max_total_tokens) if engine.max_total_tokens else None
+    if most is not None and most < pool.num_bytes:
+        pool = _item(
+            "key/value cache", most, f"max_total_tokens {engine.max_total_tokens}; {pool.note} would hold more"
+        )
     # A pool holds at least one sequence; more is the engine's business.
     tokens = cost.tokens_in(pool.num_bytes, 1)
     length = sequence_tokens(job)

@@ -44,7 +44,7 @@ MARGIN = 0.08
 
 NOT_MODELLED = (
     "fragmentation of the allocator and padding of gradient buckets (within the margin)",
-    "towers of multimodal models, adapters, MTP layers in the trainer",
+    "towers of multimodal models, adapters, MTP layers, drafters, reference and teacher models",
     "temporaries of fused kernels, workspaces of attention and all-to-all back ends such as DeepEP's or MORI's buffers",
     "host memory of data loading, checkpoint staging and of engine processes",
     "time: a layout that fits may still be slow",

@@ -71,22 +71,22 @@ def module_working_set(shape: ModelShape, tokens: int, *, width: int = 2, gradie
 
 
 def head_working_set(
-    shape: ModelShape, rows: int, chunk: int, *, width: int = 2, gradient: bool, float32_head: bool = False
+    shape: ModelShape, rows: int, chunk: int, *, width: int = 2, gradient: bool, block_elements: int | None = None
 ) -> int:
     """Bytes that the chunked head (``TokenLogProbs``) holds at its peak for ``rows`` hidden rows.
 
     A buffer of one chunk's logits in the model's dtype and a float32 block of it; with a gradient also that of the
-    weight, in the weight's dtype, and a float32 sum of it where there are several chunks.
+    weight, in the weight's dtype, and a float32 sum of it where there are several chunks. ``block_elements`` bounds the
+    float32 block (on a CPU: whole rows within 4 Mi elements).
     """
     at_once = min(rows, chunk)
-    logits = at_once * shape.vocab * (width + 4)
-    states = rows * shape.hidden * width
-    weight = shape.vocab * shape.hidden
-    copied = 4 * (weight + rows * shape.hidden) if float32_head and width != 4 else 0
+    block = at_once if block_elements is None else min(at_once, max(1, block_elements // shape.vocab))
+    logits = shape.vocab * (width * at_once + 4 * block)
     if not gradient:
-        return logits + copied
+        return logits
+    weight = shape.vocab * shape.hidden
     several = 0 if rows <= chunk else 4 * weight
-    return logits + states + several + width * weight + copied
+    return logits + rows * shape.hidden * width + several + width * weight
 
 
 def _rotary(shape: ModelShape) -> int:

@@ -31,6 +31,9 @@ PACKED_ROW_TOKENS = 128
 DEFAULT_CHUNK = 512
 """trainer.logprob_chunk_tokens."""
 
+CPU_BLOCK = 1 << 22
+"""Float32 elements of one softmax block on a CPU; a GPU takes a chunk whole."""
+
 WORKSPACE_BYTES = 100_000_000
 """cuBLAS workspaces of the forward's and the backward's thread, which torch's allocator holds."""
 
@@ -127,7 +130,7 @@ def _training_moments(job: Job, held: StageMemory) -> list[list[MemoryItem]]:
         kept, first, working = len(layers) * checkpoint, checkpoint, working + max(layers)
         note += ", their inputs"
     basis = "assumed" if shape.attention == "deepseek_v4" else "counted"
-    head = head_working_set(shape, tokens, _chunk(job), width=width, gradient=True)
+    head = _head(job, tokens, gradient=True)
     gradient, gathered = held.gradients, _gathered(job, gradient=True)
     # With one micro-batch the gradients of the layers are not there yet when the head's backward runs.
     whole = step_positions(job)
@@ -163,7 +166,7 @@ def _forward_without_gradient(job: Job) -> list[MemoryItem]:
     width = BYTES[job.memory.weight_dtype]
     working = module_working_set(shape, tokens, width=width, gradient=False)
     masks = 3 * tokens * row if row else 0
-    head = head_working_set(shape, tokens, _chunk(job), width=width, gradient=False)
+    head = _head(job, tokens, gradient=False)
     head += 2 * tokens * shape.hidden * width
     if working + masks > head:
         return [MemoryItem("working set", working + masks, "assumed", f"one layer's forward of {tokens} positions")]
@@ -187,8 +190,10 @@ def _largest_parameter(shape: ModelShape) -> int:
     return max(stack, shape.hidden * shape.ffn, 0 if shape.tied_embeddings else shape.vocab * shape.hidden)
 
 
-def _chunk(job: Job) -> int:
-    return (job.batch.logprob_chunk_tokens if job.batch else None) or DEFAULT_CHUNK
+def _head(job: Job, tokens: int, *, gradient: bool) -> int:
+    chunk = (job.batch.logprob_chunk_tokens if job.batch else None) or DEFAULT_CHUNK
+    width, block = BYTES[job.memory.weight_dtype], CPU_BLOCK if job.hardware.vendor == "cpu" else None
+    return head_working_set(job.model, tokens, chunk, width=width, gradient=gradient, block_elements=block)
 
 
 def _shards(job: Job) -> int:

@@ -264,6 +264,16 @@ def test_a_cache_that_cannot_hold_one_sequence_is_an_error() -> None:
     assert "1066 tokens, one sequence has 4096" in errors(plan_memory(job))["engine-cache"].message
 
 
+def test_a_limit_of_tokens_bounds_the_cache() -> None:
+    open_end = plan_memory(served(EngineLayout(engine="sglang", memory_fraction=0.7)))
+    bounded = plan_memory(served(EngineLayout(engine="sglang", memory_fraction=0.7, max_total_tokens=10_000)))
+    item = bounded.phase("generate").item("key/value cache", "engine")
+    assert item is not None
+    assert item.num_bytes == 10_000 * 98_304
+    assert bounded.kv_tokens == 10_000
+    assert (open_end.kv_tokens or 0) > 10_000
+
+
 def test_sleep_on_rocm_keeps_the_pool_of_compressor_states() -> None:
     """What the engine reports as freed is not: the pool lies outside of the memory saver."""
     job = KNOWN["deepseek-v4-flash-mi355x-32"].job
