@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit(str(error), returncode=pytest.ExitCode.NO_TESTS_COLLECTED)
     except LanesError as error:
         raise pytest.UsageError(str(error)) from None
+    if config.getoption("numprocesses", default=None):
+        raise pytest.UsageError("on a lane tests run one after the other, so that left-overs have one owner: --shard")
     if not config.pluginmanager.hasplugin("timeout"):
         raise pytest.UsageError("a lane ends tests that hang, with pytest-timeout: pip install pytest-timeout")
     config.pluginmanager.register(LaneRun(config, assignment), "lockstep-lane-run")

@@ -291,7 +291,10 @@ def _withdraw(case: Case, expected: dict[str, str]) -> None:
 
 
 def _last_line(report: pytest.TestReport) -> str:
+    """Why a test failed or skipped, in a line: the exception's own words where there are some."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
-    lines = [line for line in str(report.longrepr).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(report.longrepr) if crash is None else str(crash.message)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (lines[-1] if crash is None else lines[0])[:300] if lines else ""

@@ -256,7 +256,9 @@ def test_a_failed_gate_is_in_the_evidence_with_its_value(tmp_path: Path) -> None
     body = "def test_a(lane_evidence): lane_evidence.gate('agreement', float('nan'), 0.07)\n"
     ended = run_pytest(plant(tmp_path, {"tests/test_a.py": HEAD + body}), "--lane", "cpu")
     assert ended.code == 1
-    (gate,) = ended.runs[0].tests[0].gates
+    (result,) = ended.runs[0].tests
+    assert result.why == "call: lockstep.lanes.recorder.GateFailed: gate agreement nan > bound 0.07"
+    (gate,) = result.gates
     assert (gate.name, gate.passed) == ("agreement", False)
 
 
@@ -293,3 +295,11 @@ esac"""
     ended = run_pytest(root, "--lane", "one", PATH=fake_tool(tmp_path / "bin", "rocm-smi", script))
     assert ended.code == 0, ended.output
     assert ended.runs[0].devices == ("AMD Instinct MI300X",)
+
+
+def test_a_plugin_that_spreads_tests_over_processes_is_refused(tmp_path: Path) -> None:
+    plugin = "def pytest_addoption(parser): parser.addoption('-N', dest='numprocesses', type=int)\n"
+    root = plant(tmp_path, {"tests/test_a.py": "def test_a(): pass\n", "spread.py": plugin})
+    ended = run_pytest(root, "-p", "spread", "-N", "2", "--lane", "cpu", PYTHONPATH=str(root))
+    assert ended.code == 4
+    assert "tests run one after the other" in ended.output
