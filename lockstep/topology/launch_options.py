@@ -115,6 +115,10 @@ def _flags(words: Sequence[Value], options: Options, table: Mapping[str, Row]) -
             if len(first) > ends:
                 rest = first[ends + 1 :]
                 values = [Value(tuple(part for part in (rest, *word.parts[1:]) if part != ""), word.line)]
+        elif name is not None and word.text[ends : ends + 1].isspace() and not _takes(flag, values, table):
+            message = f"line {word.line}: {word.text[:80]!r} is one word, so no option of that name is given"
+            source = "POSIX Shell Command Language 2.2: quotes keep blanks within a word"
+            options.findings.append(Finding("flag-quoted", "error", message, "take the quotes off", source))
         elif isinstance(first, Unknown) and first.several and len(word.parts) == 1 and not _takes(flag, values, table):
             options.opaque.append(first)
         elif flag is not None:

@@ -113,6 +113,7 @@ def _takes(convert: object, value: str) -> bool:
         ("--tensor-model-parallel-size 99999999999999999999", "flag-value", "is no whole number"),
         ("--tensor-model-parallel-size 4 --tensor-model-parallel-size 2", "flag-twice", "the last one counts"),
         ("--tensor-model-parallel-sizes 4", "flag-unknown", "--tensor-model-parallel-sizes is not among"),
+        ("--bf16 '--fp8-format hybrid'", "flag-quoted", "'--fp8-format hybrid' is one word"),
         ("--recompute-granularity half", "flag-not-read", "'half' is not read here"),
         ("--tensor-model-parallel-size 0 --pipeline-model-parallel-size 1000000", "no-job", "is beyond"),
     ],
@@ -131,6 +132,11 @@ def test_an_equals_sign_and_a_space_are_the_same() -> None:
     one = read_launch(command("megatron", "--tensor-model-parallel-size=4 --bf16"))
     two = read_launch(command("megatron", "--tensor-model-parallel-size 4 --bf16"))
     assert one.settings == two.settings
+
+
+def test_a_value_may_look_like_an_option_where_one_is_due() -> None:
+    launch = read_launch(command("miles", "--rollout-stop '--end of it' --rollout-batch-size 8"))
+    assert not {"flag-quoted", "flag-unknown"} & {finding.rule for finding in launch.findings}
 
 
 def test_a_value_that_begins_with_a_hyphen_is_no_flag() -> None:
