@@ -128,13 +128,13 @@ def test_modules_that_stay_unquantised_are_listed_under_their_new_numbers(tmp_pa
     assert inspect(pruned).ok
 
 
-def model_of(folder: Path) -> Any:
+def model_of(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.inkling.modeling_inkling import InklingForConditionalGeneration
 
     whole = "inkling" in json.loads((folder / "config.json").read_text())["model_type"]
     loader: Any = InklingForConditionalGeneration if whole else AutoModelForCausalLM
-    model, info = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     missing = [name for name in info["missing_keys"] if "tower" not in name]
     assert not missing, missing
     assert not info["mismatched_keys"]
@@ -184,6 +184,21 @@ def test_a_pruned_checkpoint_loads_in_transformers_and_computes_as_the_full_mode
         want = cut(full_model, keep)(tokens, use_cache=False).logits
     assert torch.equal(got, want)
     assert not torch.allclose(got, full, atol=1e-3), "the layers that went must have mattered"
+
+
+@pytest.mark.parametrize(
+    ("family", "keep"),
+    [("deepseek_v4_flash", (0, 1, 2, 3)), ("glm_moe_dsa_fp8", (0, 1, 2, 3, 4)), ("glm_moe_dsa_fp8", (1, 2, 4, 6))],
+)
+def test_so_does_a_quantised_one_as_transformers_decodes_it(family: str, keep: tuple[int, ...], tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "full", family)
+    pruned, _ = model_of(applied(Prune(keep), source, tmp_path / "pruned"), torch.bfloat16)
+    full, _ = model_of(source, torch.bfloat16)
+    tokens = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        got = pruned(tokens, use_cache=False).logits
+        assert torch.equal(got, cut(full, keep)(tokens, use_cache=False).logits)
+    assert bool(got.isfinite().all())
 
 
 def test_a_prune_of_the_catalogues_models_is_what_the_catalogue_calls_their_pruned_copy() -> None:
