@@ -67,7 +67,7 @@ def _reached_from(name: str, graph: ImportGraph, catalogue: Catalogue) -> dict[s
         if any(_fits(test, pattern) for one in rules for pattern in one.tests)
     }
     by_import = graph.reached(name)
-    if by_import is None and not rules:
+    if not by_import and not rules and not is_test_file(PurePosixPath(name).name):
         return dict.fromkeys(graph.tests, f"{name} changed, and nothing says who reads it")
     return {**(by_import or {}), **reasons}
 
@@ -115,7 +115,7 @@ class ImportGraph:
             starts = [one for one in self.importers if str(PurePosixPath(one).parent) == folder]
             return self._walk(name, starts) if starts else None
         if name not in self.importers and name not in self.tests:
-            return {} if is_test_file(PurePosixPath(name).name) else None  # deleted: who imported it is not known
+            return None  # not in the tree, or outside of it: who imports it is not known
         return self._walk(name, [name])
 
     def _walk(self, changed: str, starts: Iterable[str]) -> dict[str, str]:

@@ -98,6 +98,7 @@ TREE = {
     "mine/high.py": "def use():\n    from mine.low import X\n    return X\n",
     "mine/typed.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mine.low import X\n",
     "mine/other.py": "",
+    "mine/found_by_name.py": "",
     "mine/sub/__init__.py": "",
     "mine/sub/deep.py": "",
     "mine/sub/table.json": "{}",
@@ -144,7 +145,9 @@ def test_a_changed_file_reaches_the_tests_that_import_it(tmp_path: Path, changed
     assert all(changed in reason or reason == "it changed" for reason in reasons.values())
 
 
-@pytest.mark.parametrize("changed", ["Makefile", "strange.bin", "requirements.lock", "tests/conftest.py"])
+@pytest.mark.parametrize(
+    "changed", ["mine/found_by_name.py", "Makefile", "strange.bin", "requirements.lock", "tests/conftest.py"]
+)
 def test_a_file_whose_readers_are_not_known_reaches_every_test(tmp_path: Path, changed: str) -> None:
     root = plant(tmp_path, TREE)
     assert set(reached_tests(root, load_catalogue(root), [changed])) == ALL
