@@ -22,7 +22,12 @@ from lockstep.topology.launch_jobs import Cluster, build_job, defaults_of
 from lockstep.topology.launch_models import KnownModel, catalogue_name, identify
 from lockstep.topology.launch_options import Option, Options, read_flags, read_overrides
 from lockstep.topology.launch_programs import MARKER, Program, find_program
-from lockstep.topology.launch_rules import ENGINE_VARIABLES, command_findings, environment_findings
+from lockstep.topology.launch_rules import (
+    ENGINE_VARIABLES,
+    command_findings,
+    environment_findings,
+    visible_devices,
+)
 from lockstep.topology.records import Finding, Hardware, Job
 from lockstep.topology.shell_script import Script, follow
 from lockstep.topology.shell_syntax import ShellError
@@ -159,9 +164,10 @@ def _read(program: Program, script: Script, schedule: Mapping[str, Value], aroun
     findings += unclear
     job: Job | None = None
     assumptions: tuple[str, ...] = model.assumptions if model else ()
+    counted = _devices_shown(options, settings, environment)
     try:
         built = build_job(program, settings, model, Cluster(around.hardware, around.nodes), environment)
-        job, assumptions = built.job, (*assumptions, *built.assumptions)
+        job, assumptions = built.job, (*assumptions, *counted, *built.assumptions)
     except (ValueError, ZeroDivisionError, TypeError) as error:
         findings.append(Finding("no-job", "error", f"the command's numbers make no job: {error}"))
     findings += command_findings(program, options, settings, job)
@@ -313,6 +319,20 @@ def _train_variables(text: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         return {}
     return {str(name): str(value) for name, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _devices_shown(
+    options: Options, settings: dict[str, Any], environment: Mapping[str, Mapping[str, str]]
+) -> tuple[str, ...]:
+    """GPUs a node where the command's own number is not known: as many as the script shows, else the default."""
+    unsettled = {ROWS[p][f].target for f in options.unsettled for p in ("miles", "verl") if f in ROWS[p]}
+    for target in sorted(unsettled & {"launch.actor_gpus_per_node", "job.gpus_per_node"}):
+        shown = [visible_devices(table) for table in environment.values()]
+        devices = next((found for lists in shown for found in lists.values()), None)
+        settings[target] = len(devices) if devices else 8
+        reason = "as many as the script shows to its processes" if devices else "the default, as it is not known"
+        return (f"{settings[target]} GPUs a node: {reason}",)
+    return ()
 
 
 def _exports(program: Program, script: Script) -> list[Finding]:

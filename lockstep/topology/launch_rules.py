@@ -206,13 +206,21 @@ def _other_strategy(context: Context) -> Iterator[Finding]:
         )
 
 
+def visible_devices(variables: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Devices that each of the ``*_VISIBLE_DEVICES`` lists by number."""
+    listed = {name: variables[name] for name in _VISIBILITY if name in variables}
+    return {
+        name: tuple(piece.strip() for piece in text.split(","))
+        for name, text in listed.items()
+        if re.fullmatch(r"[0-9]+(\s*,\s*[0-9]+)*", text)
+    }
+
+
 def _visible_devices(job: Job) -> Iterator[Finding]:
     """Devices that the script hides from its own processes, and variables for it that disagree (ray#46563)."""
     lists: dict[str, tuple[str, ...]] = {}
     for table in job.environment.values():
-        for name in _VISIBILITY:
-            if re.fullmatch(r"[0-9]+(\s*,\s*[0-9]+)*", table.get(name, "")):
-                lists[name] = tuple(piece.strip() for piece in table[name].split(","))
+        lists |= visible_devices(table)
     for name, devices in lists.items():
         if len(devices) < job.gpus_per_node:
             message = f"{name} shows {len(devices)} devices, and the command uses {job.gpus_per_node} a node"

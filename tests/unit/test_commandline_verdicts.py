@@ -189,6 +189,28 @@ def test_devices_that_the_script_hides_from_itself(tmp_path: Path, prefix: str, 
     assert [message for _, message, _ in table.get("visible-devices", [])] == expected
 
 
+@pytest.mark.parametrize(
+    ("shown", "devices", "reason"),
+    [
+        ("export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1,2,3}\n", 4, "as many as the script shows"),
+        ("", 8, "the default, as it is not known"),
+    ],
+)
+def test_devices_that_a_command_counts_are_those_shown(tmp_path: Path, shown: str, devices: int, reason: str) -> None:
+    """Modelled on radixark/miles examples/lora/run-gpt-oss-20B-megatron-moe-lora.sh."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"{shown}GPUS=$(echo \"$CUDA_VISIBLE_DEVICES\" | tr ',' '\\n' | wc -l)\n"
+        "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node $GPUS --colocate "
+        "--hf-checkpoint Qwen/Qwen3-4B --rollout-num-gpus-per-engine 4\n"
+    )
+    (verdict,) = plan_launch(script).verdicts
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.num_gpus == devices
+    assert verdict.launch.assumptions[0].startswith(f"{devices} GPUs a node: {reason}")
+    assert "visible-devices" not in found(verdict)
+
+
 def test_a_secret_of_the_script_is_in_neither_text_nor_json() -> None:
     report = judged("miles_faults")
     assert "hunter2" not in report.text()
