@@ -70,7 +70,7 @@ def test_a_tiny_moe_agrees_at_every_step(lane_case: Case, lane_evidence: Recorde
     gates=["agreement", "compared tokens", "refits that behave"],
 )
 def test_tiny_deepseek_v4_agrees_at_every_step(lane_case: Case, lane_evidence: Recorder, tmp_path: Path) -> None:
-    steps = run(lane_case, tmp_path / "run", lane_evidence, 1e-5, "steps=4", "eval.num_problems=8")
+    steps = run(lane_case, tmp_path / "run", lane_evidence, 1e-5, "steps=4", "eval.num_problems=5")
     assert [row["step"] for row in steps] == list(range(1, 5))
 
 
