@@ -76,7 +76,8 @@ def proved(engine: Any, model: Any, sets: dict[str, Any]) -> dict[str, Any]:
         behaves.before()
         receipt = run_refit(weights, engine.receiver(), make_transport("local"), verify=True, behaves=behaves)
         shown[name] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
-        shown[name]["derived_state"] = [f"{one.entry}: {one.num_changed} of {one.num_states}" for one in receipt.derived]
+        changed = [f"{one.entry}: {one.num_changed} of {one.num_states}" for one in receipt.derived]
+        shown[name]["derived_state"] = changed
     shown["moved_by_fp8"] = moved_by_fp8(model, probes)
     return shown
 

@@ -207,7 +207,8 @@ def proved_refits(engine: Any, model: Any, sets: dict[str, Any]) -> dict[str, An
         receipt = run_refit(weights, engine.receiver(), make_transport("local"), verify=True, behaves=behaves)
         shown[name] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
         shown[name]["verify_s"] = receipt.verify_s
-        shown[name]["derived_state"] = [f"{one.entry}: {one.num_changed} of {one.num_states}" for one in receipt.derived]
+        changed = [f"{one.entry}: {one.num_changed} of {one.num_states}" for one in receipt.derived]
+        shown[name]["derived_state"] = changed
     return shown
 
 
