@@ -11,6 +11,8 @@ import pytest
 
 from lockstep.environment.readers import Answer, ask, installed_package
 
+pytestmark = pytest.mark.lane("stage-a-vllm", hardware={"cpu": "cpu"}, minutes=1, owner="environment", labels=["vllm"])
+
 READ = (
     "VLLM_BATCH_INVARIANT",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
