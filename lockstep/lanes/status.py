@@ -11,7 +11,7 @@ from typing import Literal
 from lockstep.lanes.changes import git
 from lockstep.lanes.declare import CPU, Case
 from lockstep.lanes.errors import LanesError
-from lockstep.lanes.evidence import Result, Run
+from lockstep.lanes.evidence import Gate, Result, Run
 from lockstep.lanes.files import load_function
 from lockstep.lanes.plan import Project
 
@@ -73,12 +73,24 @@ def _row(case: Case, last: tuple[Run, Result] | None, root: Path, today: date) -
     if last is None:
         return Row(subject, case.hardware, case.test_id, "never ran", "no evidence of a run")
     run, result = last
-    gates = ", ".join(gate.text() for gate in result.gates) or "no gate recorded"
+    gates = gates_text(result.gates)
     devices = f"{len(run.devices)} × {run.devices[0]}" if run.devices else "CPU"
     detail = f"{run.started[:10]} at {run.commit[:10]} on {devices}, {result.minutes:.2g} min: {gates}"
     if result.outcome == "failed":
         return Row(subject, case.hardware, case.test_id, "failed", f"{detail}; {result.why}")
     return Row(subject, case.hardware, case.test_id, "passed", detail)
+
+
+def gates_text(gates: Sequence[Gate]) -> str:
+    """Each gate once, with the value that is nearest to its bound or farthest beyond it, and how often it was taken."""
+    by_name: dict[str, list[Gate]] = {}
+    for gate in gates:
+        by_name.setdefault(gate.name, []).append(gate)
+    texts: list[str] = []
+    for own in by_name.values():
+        worst = min(own, key=lambda gate: (gate.passed, -gate.value if gate.sense == "at_most" else gate.value))
+        texts.append(f"{worst.text()} ({len(own)} times)" if len(own) > 1 else worst.text())
+    return ", ".join(texts) or "no gate recorded"
 
 
 def disabled_since(root: Path, path: str, reason: str) -> tuple[str, str]:

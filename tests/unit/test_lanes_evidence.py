@@ -19,7 +19,7 @@ from lockstep.lanes.debt import debt
 from lockstep.lanes.evidence import Gate, Result, Run, read_run, read_runs, write_run
 from lockstep.lanes.plan import Plan, make_plan, read_project
 from lockstep.lanes.recorder import GateFailed, Recorder
-from lockstep.lanes.status import coverage, coverage_block, replace_block, status
+from lockstep.lanes.status import coverage, coverage_block, gates_text, replace_block, status
 from lockstep.lanes.verdict import check_runs, may_start
 from tests.unit.lanes_planted import HEAD, commit, lanes, mark, plant
 
@@ -245,6 +245,17 @@ def test_status_says_what_ran_never_ran_and_is_disabled_since_when_by_whom(root:
     assert {rows["big", hardware].state for hardware in ("cpu", "h200", "mi300x", "mi350")} == {"no test"}
     (late,) = [row for row in status(read_project(root), [], [], date(2027, 2, 2)) if row.state == "expired"]
     assert late.test_id == C
+
+
+def test_status_shows_the_worst_of_a_gate_that_was_taken_often() -> None:
+    values = [Gate("agreement", value, 0.07, "at_most") for value in (0.01, 0.05, 0.02)]
+    assert (
+        gates_text([*values, Gate("reward", 0.8, 0.5, "at_least")])
+        == "agreement 0.05 ≤ 0.07 (3 times), reward 0.8 ≥ 0.5"
+    )
+    failed = Gate("refit loaded", 0.0, 1.0, "held")
+    assert gates_text([Gate("refit loaded", 1.0, 1.0, "held"), failed]) == "refit loaded not held (2 times)"
+    assert gates_text([]) == "no gate recorded"
 
 
 def test_a_skipped_run_is_no_run(root: Path) -> None:
