@@ -13,7 +13,7 @@ from lockstep.lanes.catalogue import FILE
 from lockstep.lanes.changes import ImportGraph, git
 from lockstep.lanes.errors import LanesError
 from lockstep.lanes.evidence import Run
-from lockstep.lanes.history import drifts
+from lockstep.lanes.history import History, drifts, junit_key
 from lockstep.lanes.plan import Project
 from lockstep.lanes.read import is_test_file
 from lockstep.lanes.status import last_results, status
@@ -42,11 +42,23 @@ def debt(project: Project, runs: Sequence[Run], recipes: Sequence[str], today: d
         if row.state in ("disabled", "expired", "never ran")
     ]
     found += [Debt("flaky", text) for text in flaky(runs)]
-    found += [Debt("mis-estimated", text) for text in drifts(project.cases, project.history)]
+    found += [Debt("mis-estimated", text) for text in drifts(project.cases, known_times(project, runs))]
     found += [Debt("orphaned", text) for text in orphans(project, recipes)]
     found += [Debt("gates", text) for text in [*one_sided_gates(runs), *outliers(runs)]]
     found += [Debt("left behind", text) for text in left_behind(runs)]
     return sorted(found, key=lambda one: KINDS.index(one.kind))
+
+
+def known_times(project: Project, runs: Iterable[Run]) -> History:
+    """The project's history, and for tests that it does not know on a hardware the minutes of their evidence."""
+    seen = History({})
+    for run in runs:
+        passed = {junit_key(one.test_id): one.minutes for one in run.tests if one.outcome == "passed"}
+        seen = seen.record(run.hardware, passed)
+    times = {hardware: dict(tests) for hardware, tests in seen.times.items()}
+    for hardware, tests in project.history.times.items():
+        times.setdefault(hardware, {}).update(tests)
+    return History(times)
 
 
 def flaky(runs: Iterable[Run]) -> list[str]:

@@ -48,12 +48,12 @@ def run(
 @pytest.mark.lane(
     "stage-b-1-gpu",
     hardware={"cuda": ["h100", "h200"], "rocm": ["mi300x", "mi350"]},
-    minutes=4,
+    minutes=0.8,
     labels=["training"],
     owner="training",
     recipe="tiny-qwen3-moe",
     gates=["agreement", "compared tokens", "refits that behave"],
-    run={"num_steps": 12, "step_s": 10, "checked_at_step": 12},
+    run={"num_steps": 12, "step_s": 3, "checked_at_step": 12},
 )
 def test_a_tiny_moe_agrees_at_every_step(lane_case: Case, lane_evidence: Recorder, tmp_path: Path) -> None:
     steps = run(lane_case, tmp_path / "run", lane_evidence, 1e-5, "steps=12", "eval.num_problems=20")
@@ -63,7 +63,7 @@ def test_a_tiny_moe_agrees_at_every_step(lane_case: Case, lane_evidence: Recorde
 @pytest.mark.lane(
     "stage-b-1-gpu",
     hardware={"cuda": ["h100", "h200"], "rocm": ["mi300x", "mi350"]},
-    minutes=4,
+    minutes=2,
     labels=["training"],
     owner="training",
     recipe="tiny-deepseek-v4",
@@ -77,7 +77,7 @@ def test_tiny_deepseek_v4_agrees_at_every_step(lane_case: Case, lane_evidence: R
 @pytest.mark.lane(
     "stage-b-1-gpu",
     hardware={"cuda": ["h100", "h200"], "rocm": ["mi300x", "mi350"]},
-    minutes=1,
+    minutes=0.3,
     labels=["training"],
     owner="training",
 )

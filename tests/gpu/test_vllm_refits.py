@@ -28,7 +28,7 @@ def benchmark(name: str, *arguments: str) -> dict[str, Any]:
 @pytest.mark.lane(
     "stage-b-1-gpu",
     hardware={"cuda": ["h100", "h200"], "rocm": ["mi300x", "mi350"]},
-    minutes=15,
+    minutes=5,
     labels=["refit", "vllm"],
     owner="refit",
     gates=["refit behaves", "greedy tokens equal to a disk-loaded engine's"],

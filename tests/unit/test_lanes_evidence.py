@@ -310,6 +310,11 @@ def test_debt_lists_flaky_tests_alarms_and_left_overs(root: Path) -> None:
     assert texts(root, runs, "left behind") == [f"{B} [h200]: process 7: sleep"]
 
 
+def test_debt_lists_estimates_that_the_evidence_contradicts(root: Path) -> None:
+    (line,) = texts(root, [a_run(tests=(passed(B, minutes=2.0), passed(C, minutes=4.0)))], "mis-estimated")
+    assert line == "tests/test_b.py:4: minutes=5, measured 2 min on h200 over 1 run: write minutes=2"
+
+
 def test_debt_lists_gates_that_only_one_vendor_records(root: Path) -> None:
     def gates(*names: str) -> tuple[Gate, ...]:
         return tuple(Gate(name, 0.0, 1.0, "at_most") for name in names)
