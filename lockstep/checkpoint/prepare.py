@@ -235,9 +235,10 @@ def _one_thread_a_worker() -> Iterator[None]:
     takes longer to give a new page than a worker to fill it."""
     import torch
 
-    from lockstep.hardware.allocator import keep_freed_pages
+    from lockstep.hardware.allocator import keep_freed_pages, share_one_heap
 
     keep_freed_pages()
+    share_one_heap()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

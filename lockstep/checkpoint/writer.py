@@ -46,6 +46,7 @@ class Sink:
 
     def __init__(self, descriptor: int, progress: Progress) -> None:
         self._descriptor, self._progress = descriptor, progress
+        self.end = 0  # of what was written
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
@@ -54,6 +55,7 @@ class Sink:
             count = os.pwrite(self._descriptor, view[done : done + (8 << 20)], offset + done)
             done += count
             self._progress.advance(count)
+        self.end = max(self.end, offset + len(view))
 
     def copy(self, files: OpenFiles, file: str, begin: int, end: int, offset: int) -> None:
         """Copy the bytes ``begin`` to ``end`` of a source file to ``offset``."""
@@ -177,9 +179,12 @@ def _written(folder: Path, job: FileJob, progress: Progress) -> DoneFile:
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         try:
-            if job.exact and job.num_bytes:
+            if job.num_bytes:
                 os.posix_fallocate(descriptor, 0, job.num_bytes)  # a full disk shows here, before the work
-            details = job.write(Sink(descriptor, progress))
+            sink = Sink(descriptor, progress)
+            details = job.write(sink)
+            if not job.exact:
+                os.ftruncate(descriptor, sink.end)
             os.fsync(descriptor)
             size = os.fstat(descriptor).st_size
         finally:

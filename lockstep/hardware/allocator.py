@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # malloc.h of glibc
 
 PRIMITIVE_CACHE_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 """oneDNN's variable (its documentation, *Primitive Cache*); read once, at the first primitive of the process."""
@@ -30,6 +30,14 @@ def keep_freed_pages() -> bool:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20))
     return all(library.mallopt(option, value) == 1 for option, value in settings)
+
+
+def share_one_heap() -> bool:
+    """Let threads use the heap whose pages ``keep_freed_pages`` keeps: in heaps of their own (of at most 64 MB) large
+    blocks are new pages each time. For a few threads that allocate large blocks; to be called before they start. False,
+    and no change, where the C library isn't glibc."""
+    library = ctypes.CDLL(None)
+    return hasattr(library, "gnu_get_libc_version") and library.mallopt(_M_ARENA_MAX, 1) == 1
 
 
 def bound_primitive_cache() -> None:
