@@ -124,14 +124,21 @@ def optimizer_bytes(memory: TrainMemory) -> int:
 
 
 def micro_batch_tokens(job: Job) -> tuple[int, bool]:
-    """Tokens of one micro-batch on one context-parallel rank, and whether the job states them."""
+    """Tokens of the largest micro-batch on one context-parallel rank, and whether the job states them.
+
+    A budget holds for packed samples, and a sample that is longer goes alone. Megatron's samples that are padded
+    instead come ``micro_batch`` at a time, each as long as the longest, whatever the budget is.
+
+    Source: miles training_utils/data.py: get_data_iterator (first fit), arguments.py (no budget with bshd).
+    """
     batch, layout = job.batch, job.train or TrainLayout()
-    if batch is not None and batch.max_tokens_per_gpu:
-        return batch.max_tokens_per_gpu, True
     length = sequence_tokens(job)
-    if length is not None:
-        return -(-length * ((batch.micro_batch if batch else None) or 1) // layout.cp), True
-    return ASSUMED_TOKENS, False
+    alone = -(-length * ((batch.micro_batch if batch else None) or 1) // layout.cp) if length is not None else None
+    budget = batch.max_tokens_per_gpu if batch else None
+    if budget and (batch is None or batch.packing or layout.backend == "fsdp" or alone is None):
+        longest = -(-length // layout.cp) if length is not None else 0
+        return max(budget, longest), True
+    return (alone, True) if alone is not None else (ASSUMED_TOKENS, False)
 
 
 def sequence_tokens(job: Job) -> int | None:

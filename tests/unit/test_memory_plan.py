@@ -20,6 +20,7 @@ from lockstep.topology.memory_records import PHASES, MemoryPlan
 from lockstep.topology.parameters import rank_parameters
 from lockstep.topology.records import Batch, EngineLayout, Job, TrainLayout, TrainMemory
 from lockstep.topology.rules import apply
+from lockstep.topology.trainer_memory import ASSUMED_TOKENS, micro_batch_tokens
 
 KNOWN = {known.name: known for known in known_layouts()}
 BATCH = Batch(num_prompts=32, group_size=8, prompt_tokens=1024, response_tokens=3072, max_tokens_per_gpu=4096)
@@ -184,6 +185,29 @@ def test_logits_of_two_models() -> None:
     assert (round(v4 / 1e9, 2), round(small / 1e9, 2)) == (0.66, 2.06)
     chunked = logits_bytes(model_shape("inkling-small"), 4096, layout, chunk=512, gradient=True)
     assert chunked == 201_024 // 4 * (2 * 4096 + 8 * 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"max_tokens_per_gpu": 8192}, 8192),
+        ({"max_tokens_per_gpu": 1024}, 2048),  # a sample of 4096 goes alone, half of it on each of two ranks
+        ({"max_tokens_per_gpu": 1024, "packing": False}, 2048),
+        ({"max_tokens_per_gpu": 8192, "packing": False}, 2048),  # padded samples come one at a time: no budget
+        ({"max_tokens_per_gpu": 8192, "packing": False, "micro_batch": 3}, 6144),
+        ({"max_tokens_per_gpu": None}, 2048),
+    ],
+)
+def test_a_micro_batch_is_planned_for_its_longest_sample(settings: dict[str, Any], tokens: int) -> None:
+    """By first fit a sample above the budget is a micro-batch, and miles takes no budget with padded samples."""
+    job = job_of("qwen3-30b-a3b", "h200", 1, 4, cp=2, batch=replace(BATCH, **settings))
+    assert micro_batch_tokens(job) == (tokens, True)
+
+
+def test_a_budget_alone_is_the_plan_where_no_length_is_known() -> None:
+    batch = Batch(num_prompts=1, group_size=8, max_tokens_per_gpu=2048, packing=False)
+    assert micro_batch_tokens(job_of("qwen3-30b-a3b", "h200", 1, 4, batch=batch)) == (2048, True)
+    assert micro_batch_tokens(job_of("qwen3-30b-a3b", "h200", 1, 4)) == (ASSUMED_TOKENS, False)
 
 
 @given(st.integers(1, 16), st.integers(1, 64), st.sampled_from([None, 2, 4]))
