@@ -51,7 +51,7 @@ from lockstep.metrics.checkpoints import CheckpointError
 from lockstep.metrics.report import write_report
 from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder
 from lockstep.parity.gate import Verdict
-from lockstep.parity.measure import measure_step, token_context
+from lockstep.parity.measure import judgeable, measure_step, token_context
 from lockstep.parity.rows import agreement_row, token_details
 from lockstep.records import FloatArray, RouteArray, TrainSequence
 from lockstep.refit.behaves import Behaviour
@@ -112,9 +112,9 @@ def run_sync(
 @dataclass(slots=True)
 class Trained:
     """What training on a batch yielded: log-probs and the trainer's expert ids by sequence id, metrics, and the
-    verdict and the difference by place once they are there."""
+    verdict and the difference by place once they are there. ``items`` None: it did not come to that."""
 
-    items: tuple[TrainSequence, ...]
+    items: tuple[TrainSequence, ...] | None
     logprobs: dict[str, FloatArray]
     routes: dict[str, RouteArray]
     metrics: Row
@@ -181,7 +181,7 @@ def judge_unusable(parts: Parts, sampled: SampledGroups, scores: ModelScores, st
         np.isfinite(live[s.sequence_id].logprobs[s.loss_mask]).all() for r in sampled.rollouts for s in r.sequences
     ):
         return None
-    trained = Trained((), {key: scored.logprobs for key, scored in live.items()}, {}, {})
+    trained = Trained(None, {key: scored.logprobs for key, scored in live.items()}, {}, {})
     trained.verdict = judge(parts, sampled, trained, step)
     trained.metrics["version"] = parts.trainer.version
     return trained
@@ -191,12 +191,13 @@ def judge(parts: Parts, sampled: SampledGroups, trained: Trained, step: int) -> 
     """Measure the agreement and judge it; its numbers go into the metrics of ``trained``.
 
     Only rollouts that the trainer has seen at the version that sampled them can be measured: all of them, unless
-    several optimizer steps share a batch whose anchor is the engine's own log-probs.
+    several optimizer steps share a batch whose anchor is the engine's own log-probs. What is not finite on the engine's
+    side counts all the same.
     """
     with span("agreement"):
-        seen = [r for r in sampled.rollouts if all(s.sequence_id in trained.logprobs for s in r.sequences)]
+        seen, logprobs = judgeable(trained.logprobs, sampled.rollouts)
         agreement = measure_step(
-            trained.logprobs, seen, parts.trainer.version, items=trained.items, train_routes=trained.routes
+            logprobs, seen, parts.trainer.version, items=trained.items, train_routes=trained.routes
         )
         describe = token_context(seen, parts.decode)
         verdict = parts.gate.judge(agreement, step, describe, num_dropped_groups=sampled.num_dropped_groups)

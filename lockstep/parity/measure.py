@@ -9,12 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.agreement import Agreement, TokenPair, measure
 from lockstep.interfaces import LogProbs
 from lockstep.records import FloatArray, Rollout, RouteArray, Sequence, TrainSequence, signed_routes
+
+
+def judgeable(
+    logprobs: Mapping[str, FloatArray], rollouts: Seq[Rollout]
+) -> tuple[list[Rollout], dict[str, FloatArray]]:
+    """What ``measure_step`` can take of a batch of which the trainer has seen a part, and the log-probs for it.
+
+    Rollouts that it has seen are whole. Of the others remain the tokens whose log-prob is not finite on the engine's
+    side, with NaN for the trainer's (not computed): whatever the trainer would say, they fail.
+    """
+    found, known = [], dict(logprobs)
+    for rollout in rollouts:
+        if all(sequence.sequence_id in logprobs for sequence in rollout.sequences):
+            found.append(rollout)
+            continue
+        broken = [replace(s, loss_mask=s.loss_mask & ~np.isfinite(s.logprobs)) for s in rollout.sequences]
+        if any(sequence.loss_mask.any() for sequence in broken):
+            found.append(replace(rollout, sequences=tuple(broken)))
+            known |= {s.sequence_id: np.full(len(s.tokens), np.nan, dtype=np.float32) for s in broken}
+    return found, known
 
 
 def measure_step(

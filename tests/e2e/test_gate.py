@@ -120,8 +120,32 @@ def test_one_nan_from_the_trainer_is_judged_before_anything_is_computed_from_it(
     assert train(load_recipe("tiny-qwen3-moe", [*SMALL, *kl]), tmp_path / "run") == 1
     last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (last["step"], last["agreement/nonfinite"], last["verdict/status"]) == (1, 1, "stop")
+    assert "agreement/rejected" not in last, "no correction has looked at the batch yet"
     assert "not finite" in str(last["verdict/sentence"])
     assert len(read_rollouts(tmp_path / "run", 1)) > 0, "the batch is kept"
+
+
+def test_one_nan_of_the_engine_in_rollouts_that_no_forward_has_seen_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bypass with two optimizer steps the trainer sees the second half of a batch only after it has moved; where
+    that half has no advantage, nothing else would ever look at its log-probs."""
+    from lockstep.driver import groups
+
+    original = groups.sequence_of
+
+    def sequence_of(prompt, completion):
+        if completion.request_id == "step-1/3/0":
+            completion.logprobs[0] = np.nan
+        return original(prompt, completion)
+
+    monkeypatch.setattr(groups, "sequence_of", sequence_of)
+    bypass = ["algorithm.corrections.bypass=true", "algorithm.optimizer_steps_per_batch=2"]
+    assert train(load_recipe("tiny-qwen3-moe", [*SMALL, *bypass]), tmp_path / "run") == 1
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["step"], last["agreement/nonfinite"], last["verdict/status"]) == (1, 1, "stop")
+    assert "sequence step-1/3/0" in str(last["verdict/sentence"])
+    assert "learning_rate" not in last, "the optimizer must not have moved"
 
 
 def test_correct_switches_a_rejection_on_from_the_next_step_and_a_resume_keeps_it(
