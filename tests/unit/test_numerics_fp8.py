@@ -362,3 +362,15 @@ def test_conversions_refuse_what_has_no_counterpart() -> None:
     smallest = torch.zeros(1, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     with pytest.raises(QuantisationError, match="leaves e8m0"):
         e4m3fnuz_to_e4m3fn(Quantised(codes(1, torch.float8_e4m3fnuz).values, smallest))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_all_codes_decode_to_their_values_also_where_subnormals_are_flushed(flush: bool) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    wanted = codes.view(torch.float8_e4m3fn).to(torch.float32)  # by torch's own conversion
+    torch.set_flush_denormal(flush)
+    try:
+        found = dequantise_fp8(Quantised(codes.view(torch.float8_e4m3fn)[None], torch.ones(1, 2)))[0]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
