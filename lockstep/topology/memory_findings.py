@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from lockstep.topology.memory_records import MemoryItem, MemoryPlan, PhasePlan, StageMemory, gigabytes
 from lockstep.topology.records import Finding, Job
-from lockstep.topology.trainer_memory import optimizer_bytes
+from lockstep.topology.trainer_memory import optimizer_bytes, phase_items
 
 _SOURCE = "lockstep/topology/memory.py: plan_memory"
 _STEP = 0.05
@@ -36,9 +38,17 @@ def fit_findings(job: Job, plan: MemoryPlan) -> Iterator[Finding]:
         message = f"{worst.phase}{stage} on {job.hardware.name}: {total} ({parts}){also}"
         if worst.total_bytes > capacity:
             text, changes = _repair(job, plan, worst, worst.total_bytes - capacity)
-            yield Finding("memory-fits", "error", message, text, _SOURCE, changes)
+            bounds = "" if any(phase.least_bytes > capacity for phase in phases) else _upper_bounds(worst)
+            yield Finding("memory-fits", "warning" if bounds else "error", f"{message}{bounds}", text, _SOURCE, changes)
         elif worst.total_bytes * (1 + plan.margin) > capacity:
             yield Finding("memory-fits", "warning", f"{message}: within the margin of {plan.margin:.0%}", "", _SOURCE)
+
+
+def _upper_bounds(phase: PhasePlan) -> str:
+    """Which items leave open whether the phase fits, and how far."""
+    loose = sorted((item for item in phase.items if item.slack), key=lambda item: -item.slack)
+    names = ", ".join(f"{item.owner} {item.name} ({gigabytes(item.slack)} less at best)" for item in loose)
+    return f"; it may not fit: the number is an upper bound by {names}, and at least {gigabytes(phase.least_bytes)}"
 
 
 def _repair(job: Job, plan: MemoryPlan, phase: PhasePlan, over: int) -> tuple[str, tuple[tuple[str, object], ...]]:
@@ -52,6 +62,10 @@ def _repair(job: Job, plan: MemoryPlan, phase: PhasePlan, over: int) -> tuple[st
     if phase.devices == "engine" or own:
         return "more devices, a smaller micro-batch, or recomputation", ()
     share = _offload_fraction(job, plan.stages[phase.stage or 0], over)
+    if share is None and _recomputation_saves(job, plan, phase) >= over:
+        was = job.memory.recompute
+        text = f"recompute {was} → full, uniform, one layer at a time: no offload of optimizer states is enough"
+        return text, tuple((f"memory.{name}", value) for name, value in _RECOMPUTED.items())
     if share is None:
         return "more pipeline or expert-parallel ranks: no offload of optimizer states is enough", ()
     was = job.memory.optimizer_offload_fraction
@@ -61,6 +75,19 @@ def _repair(job: Job, plan: MemoryPlan, phase: PhasePlan, over: int) -> tuple[st
 
 
 _OFFLOADED = {"weights", "gradients", "optimizer states", "fp8 copies of weights"}
+
+
+_RECOMPUTED: dict[str, Any] = {"recompute": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _recomputation_saves(job: Job, plan: MemoryPlan, phase: PhasePlan) -> int:
+    """Bytes that recomputing every layer would take off the activations of a training phase; 0 for another phase."""
+    now = phase.item("activations")
+    if phase.phase != "train" or now is None:
+        return 0
+    again = replace(job, memory=replace(job.memory, **_RECOMPUTED))
+    items = phase_items(again, plan.stages[phase.stage or 0], len(plan.stages), "train")
+    return now.num_bytes - next(item.num_bytes for item in items if item.name == "activations")
 
 
 def _offload_fraction(job: Job, held: StageMemory, over: int) -> float | None:

@@ -18,7 +18,8 @@ PHASES: tuple[Phase, ...] = ("generate", "score", "train", "refit", "save")
 class MemoryItem:
     """Bytes on one device (or of one host) with their reason. ``basis``: *counted* from sizes that the job states;
     *measured* on a device once and taken over; *assumed*, because the job does not say or nobody measured it.
-    ``note`` is the formula with its numbers, ``source`` where it is from."""
+    ``note`` is the formula with its numbers, ``source`` where it is from. ``slack``: how much less it may be, where
+    ``num_bytes`` is an upper bound."""
 
     name: str
     num_bytes: int
@@ -26,6 +27,7 @@ class MemoryItem:
     note: str = ""
     source: str = ""
     owner: Owner = "trainer"
+    slack: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class PhasePlan:
     def total_bytes(self) -> int:
         """Peak of the phase."""
         return sum(item.num_bytes for item in self.items)
+
+    @property
+    def least_bytes(self) -> int:
+        """Peak of the phase if every upper bound is as far off as it may be."""
+        return sum(item.num_bytes - item.slack for item in self.items)
 
     def item(self, name: str, owner: Owner = "trainer") -> MemoryItem | None:
         """The item of that name, if there is one."""

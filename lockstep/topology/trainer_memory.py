@@ -13,6 +13,7 @@ its fp32 master). Buckets are padded to lcm(d, 128) elements, which is not count
 from __future__ import annotations
 
 from lockstep.topology.activations import (
+    ROUTING_IMBALANCE,
     checkpoint_activations,
     in_flight,
     layer_activations,
@@ -29,9 +30,15 @@ ASSUMED_TOKENS = 4096
 CONTEXT_BYTES = 500_000_000
 """CUDA context and loaded kernels of one process: 0.3 to 0.5 GB."""
 
-COMMUNICATOR_BYTES = {False: 7_000_000_000, True: 9_500_000_000}
-"""Everything that NCCL takes for a Megatron trainer on several devices, dense and MoE: verl issues 6408 and 6266,
-measured at tp 2, pp 2, dp 2 on eight H100."""
+COMMUNICATOR_BYTES = 7_000_000_000 // 3
+"""What NCCL takes for each of a Megatron trainer's axes of more than one rank: a third of what was measured with three
+of them, tp 2, pp 2, dp 2 on eight H100 (verl issues 6408, 6266)."""
+
+EXPERT_COMMUNICATOR_BYTES = 2_500_000_000
+"""What the expert grid adds, by the same measurement."""
+
+SMALLEST_COMMUNICATOR = 544_000_000
+"""The least that one communicator was seen to take (NVIDIA/nccl issue 964)."""
 
 
 def data_parallel(job: Job) -> tuple[int, int]:
@@ -93,7 +100,7 @@ def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> l
         if job.memory.stream_optimizer:
             items.append(_streamed(job, held))
     elif phase == "score":
-        working = max((layer_activations(job.model, layer, tokens, layout) for layer in held.layers), default=0)
+        working = max((_layer(job, layer, tokens, working=True) for layer in held.layers), default=0)
         items.append(MemoryItem("activations", working, basis, f"one layer of {tokens} tokens, no gradient"))
     if phase in ("train", "score") and last:
         size = logits_bytes(job.model, tokens, layout, chunk=chunk, gradient=phase == "train")
@@ -108,10 +115,16 @@ def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> l
 def overhead_items(job: Job) -> list[MemoryItem]:
     """Context and communicators, which stay whatever the trainer offloads."""
     items = [MemoryItem("device context", CONTEXT_BYTES, "measured", "one process")]
-    if job.train_world > 1:
-        note = "tp 2, pp 2, dp 2 on eight H100; taken over for every layout"
-        size = COMMUNICATOR_BYTES[job.model.is_moe]
-        items.append(MemoryItem("communicators", size, "measured", note, "verl issues 6408, 6266"))
+    layout = job.train or TrainLayout()
+    data = job.train_world // max(1, layout.tp * layout.pp * layout.cp)
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, data))
+    experts = job.model.is_moe and layout.ep > 1
+    if axes:
+        note = f"{axes} axes{' and the expert grid' if experts else ''}, each as at tp 2, pp 2, dp 2 on eight H100"
+        size = axes * COMMUNICATOR_BYTES + experts * EXPERT_COMMUNICATOR_BYTES
+        slack = size - (axes + experts) * SMALLEST_COMMUNICATOR
+        source = "verl issues 6408, 6266"
+        items.append(MemoryItem("communicators", size, "measured", note, source, slack=slack))
     return items
 
 
@@ -171,26 +184,37 @@ def _streamed(job: Job, held: StageMemory) -> MemoryItem:
 def _activations(job: Job, held: StageMemory, tokens: int, basis: str) -> MemoryItem:
     layout, memory = job.train or TrainLayout(), job.memory
     copies = in_flight(layout, held.stage, num_micro_batches(job))
-    per_layer = [layer_activations(job.model, layer, tokens, layout) for layer in held.layers]
+    per_layer = [_layer(job, layer, tokens) for layer in held.layers]
+    balanced = [_layer(job, layer, tokens, imbalance=1.0) for layer in held.layers]
     kept = checkpoint_activations(job.model, tokens, layout)
-    name = "activations"
+    slack = 0
     if memory.recompute == "full" and per_layer:
         every = memory.recompute_num_layers or 1
+        alive = [_layer(job, layer, tokens, working=True) for layer in held.layers]
         if memory.recompute_method == "block":
             again = min(every, len(per_layer))
             one_batch = again * kept + sum(per_layer[again:])
-            working = max(per_layer[:again], default=0)
+            working = max(alive[:again], default=0)
         else:
             one_batch = -(-len(per_layer) // every) * kept
-            working = max(sum(per_layer[start : start + every]) for start in range(0, len(per_layer), every))
+            working = max(sum(alive[start : start + every]) for start in range(0, len(alive), every))
         note = f"{copies:g} micro-batches of {tokens} tokens, layers' inputs; working set {gigabytes(working)}"
         size = round(copies * one_batch) + working
     else:
         note = f"{copies:g} micro-batches of {tokens} tokens, {len(per_layer)} layers, nothing recomputed"
         size = round(copies * sum(per_layer))
+        slack = size - round(copies * sum(balanced))
     if memory.offload_activations:
         size, note = max(per_layer, default=0) * 2, f"two layers of {tokens} tokens, the rest in host memory"
-    return MemoryItem(name, size, "counted" if basis == "counted" else "assumed", note)
+        slack = 0
+    if slack:
+        note = f"{note}; experts' rows {ROUTING_IMBALANCE:g} × even"
+    return MemoryItem("activations", size, "counted" if basis == "counted" else "assumed", note, slack=slack)
+
+
+def _layer(job: Job, layer: int, tokens: int, imbalance: float = ROUTING_IMBALANCE, *, working: bool = False) -> int:
+    layout, fp8 = job.train or TrainLayout(), job.memory.fp8 != "none"
+    return layer_activations(job.model, layer, tokens, layout, fp8=fp8, imbalance=imbalance, working=working)
 
 
 def _optimizer(held: RankParameters, job: Job) -> tuple[int, int]:

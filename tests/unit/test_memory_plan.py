@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.topology.activations import checkpoint_activations, in_flight, layer_activations, logits_bytes
 from lockstep.topology.catalogue import hardware, model_shape
 from lockstep.topology.evidence import KnownLayout, known_layouts
 from lockstep.topology.memory import MARGIN, NOT_MODELLED, compare_plans, plan_memory, plan_text
@@ -38,6 +37,10 @@ def job_of(model: str, device: str, nodes: int, per_node: int, **more: Any) -> J
 
 def errors(plan: MemoryPlan) -> dict[str, Any]:
     return {finding.rule: finding for finding in plan.findings if finding.severity == "error"}
+
+
+def found(plan: MemoryPlan) -> dict[str, Any]:
+    return {finding.rule: finding for finding in plan.findings if "within the margin" not in finding.message}
 
 
 # --- static memory: DeepSeek-V4-Flash on three kinds of device --------------------------------------------------------
@@ -69,8 +72,8 @@ def test_static_memory_of_a_stage(
     device: str, nodes: int, layout: dict[str, Any], stage: int, gigabytes: tuple[float | None, ...]
 ) -> None:
     held = plan_memory(job_of("deepseek-v4-flash", device, nodes, 8, **layout)).stages[stage]
-    found = (held.weights, held.gradients, held.optimizer, held.total, held.host)
-    for number, expected in zip(found, gigabytes, strict=True):
+    planned = (held.weights, held.gradients, held.optimizer, held.total, held.host)
+    for number, expected in zip(planned, gigabytes, strict=True):
         if expected is not None:
             assert number / 1e9 == pytest.approx(expected, abs=0.5 if expected >= 80 and expected % 1 == 0 else 0.06)
 
@@ -107,15 +110,15 @@ def test_optimizer_states_of_all_ranks_are_twelve_bytes_a_parameter(
 @pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
 def test_a_known_layout_fits_or_the_plan_names_the_offload_it_must_have_used(known: KnownLayout) -> None:
     plan = plan_memory(known.job)
-    found = errors(plan)
+    refused = errors(plan)
     if known.name == "deepseek-v4-flash-h100-64":
         # Nobody is known to have run it: 4 devices at half their memory can't hold the published checkpoint.
         assert not known.verified
-        assert set(found) == {"engine-memory"}
+        assert set(refused) == {"engine-memory"}
         return
-    assert set(found) <= {"memory-fits"}
-    if found:
-        repair = found["memory-fits"]
+    assert set(refused) <= {"memory-fits"}
+    if refused:
+        repair = refused["memory-fits"]
         assert "optimizer_offload_fraction" in repair.repair
         assert not errors(plan_memory(apply(known.job, repair.changes)))
 
@@ -129,7 +132,7 @@ def test_inkling_on_48_gb300_cannot_hold_its_optimizer_states() -> None:
     share = dict(finding.changes)["memory.optimizer_offload_fraction"]
     assert 0.3 < share < 0.6
     less = replace(known.job.memory, optimizer_offload_fraction=share - 0.05, precision_aware_optimizer=True)
-    assert errors(plan_memory(replace(known.job, memory=less))), "a smaller share would have done"
+    assert "memory-fits" in found(plan_memory(replace(known.job, memory=less))), "a smaller share would have done"
 
 
 def test_the_two_settings_of_v4_flash_on_32_mi355x_differ_by_cache_and_activations() -> None:
@@ -149,7 +152,7 @@ def test_the_two_settings_of_v4_flash_on_32_mi355x_differ_by_cache_and_activatio
     assert activations[1].num_bytes == pytest.approx(4 * activations[0].num_bytes, rel=0.05)
     text = compare_plans(before, after)
     assert "trainer activations: 1.0 GB → 3.9 GB" in text
-    assert "engine key/value cache: 50.3 GB → 14.4 GB" in text
+    assert "engine key/value cache: 51.9 GB → 14.4 GB" in text
     # The fraction alone gives a fifth of what is free back while engines generate.
     assert new.engine is not None
     kept = plan_memory(replace(new, engine=replace(new.engine, memory_fraction=0.7)))
@@ -168,7 +171,7 @@ def test_v4_flash_on_32_mi355x_needs_the_offload_of_its_states() -> None:
         for share in (0.5, 0.7, 0.95):
             engine = replace(known.engine, memory_fraction=share)
             whole = plan_memory(replace(known, memory=plain, engine=engine))
-            assert errors(whole)
+            assert found(whole)
             if share < 0.95:
                 assert "engine-memory" in errors(whole)
             assert f"trainer optimizer states: {states} → 27." in compare_plans(whole, plan_memory(known))
@@ -179,26 +182,7 @@ def test_equal_plans_have_nothing_to_compare() -> None:
     assert not [line for line in compare_plans(plan, plan).splitlines() if line.startswith("    ")]
 
 
-# --- activations ------------------------------------------------------------------------------------------------------
-
-
-def test_activations_of_qwen3_30b() -> None:
-    shape, layout = model_shape("qwen3-30b-a3b"), TrainLayout(backend="megatron")
-    layer = layer_activations(shape, 0, 8192, layout)
-    assert layer / 1e9 == pytest.approx(1.13, abs=0.005)
-    assert 48 * layer / 1e9 == pytest.approx(54, abs=0.5)
-    checkpoints = 48 * checkpoint_activations(shape, 8192, layout)
-    assert checkpoints / 1e9 == pytest.approx(1.6, abs=0.02)
-    assert (checkpoints + layer) / 1e9 == pytest.approx(2.74, abs=0.01)
-
-
-def test_logits_of_two_models() -> None:
-    layout = TrainLayout(backend="megatron", tp=4)
-    v4 = logits_bytes(model_shape("deepseek-v4-flash"), 2048, layout, chunk=None, gradient=True)
-    small = logits_bytes(model_shape("inkling-small"), 4096, layout, chunk=None, gradient=True)
-    assert (round(v4 / 1e9, 2), round(small / 1e9, 2)) == (0.66, 2.06)
-    chunked = logits_bytes(model_shape("inkling-small"), 4096, layout, chunk=512, gradient=True)
-    assert chunked == 201_024 // 4 * (2 * 4096 + 8 * 512)
+# --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,30 +206,6 @@ def test_a_budget_alone_is_the_plan_where_no_length_is_known() -> None:
     batch = Batch(num_prompts=1, group_size=8, max_tokens_per_gpu=2048, packing=False)
     assert micro_batch_tokens(job_of("qwen3-30b-a3b", "h200", 1, 4, batch=batch)) == (2048, True)
     assert micro_batch_tokens(job_of("qwen3-30b-a3b", "h200", 1, 4)) == (ASSUMED_TOKENS, False)
-
-
-@given(st.integers(1, 16), st.integers(1, 64), st.sampled_from([None, 2, 4]))
-def test_the_first_stage_holds_most_micro_batches(pp: int, micro_batches: int, virtual: int | None) -> None:
-    layout = TrainLayout(backend="megatron", pp=pp, virtual_stages=virtual)
-    held = [in_flight(layout, stage, micro_batches) for stage in range(pp)]
-    assert held == sorted(held, reverse=True)
-    assert held[-1] >= 1
-    assert held[0] <= min(pp, micro_batches) * (1 + (pp - 1) / (pp * (virtual or 1)))
-
-
-@settings(deadline=None)
-@given(st.sampled_from(["none", "selective", "full"]), st.sampled_from([1024, 4096, 8192]))
-def test_recomputation_never_needs_more_and_full_needs_least(mode: Any, tokens: int) -> None:
-    def activations(recompute: Any) -> int:
-        memory = TrainMemory(recompute=recompute, recompute_method="uniform", recompute_num_layers=1)
-        batch = replace(BATCH, max_tokens_per_gpu=tokens)
-        job = job_of("qwen3-30b-a3b", "h200", 2, 8, pp=2, ep=8, memory=memory, batch=batch)
-        item = plan_memory(job).phase("train").item("activations")
-        assert item is not None
-        return item.num_bytes
-
-    assert activations("full") <= activations(mode) <= activations("none")
-    assert activations("full") < activations("none") / 5
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -390,7 +350,11 @@ def test_within_the_margin_is_a_warning_and_beyond_the_card_an_error() -> None:
 
     assert severity(peak.total_bytes * (1 + MARGIN) + 1) == []
     assert severity(peak.total_bytes) == ["warning"]
-    assert severity(peak.total_bytes - 1) == ["error"]
+    # The communicators' measurement is of another layout: they may take less, so that it may fit after all.
+    assert peak.least_bytes < peak.total_bytes
+    assert severity(peak.total_bytes - 1) == ["warning"]
+    assert severity(peak.least_bytes) == ["warning"]
+    assert severity(peak.least_bytes - 1) == ["error"]
 
 
 def test_a_cpu_has_no_limit_to_exceed() -> None:
