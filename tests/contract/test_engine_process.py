@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.records import Claim, Completion
@@ -39,11 +40,23 @@ ROLLOUT = RolloutConfig(dtype="float32", num_slots=8, record_routes=True)
 PATIENT_S = 120.0
 """A time that nothing here takes, however loaded the machine is."""
 
+NUM_THREADS = 1
+"""Of the engine's process and of this one: matrix products are summed in another order by another number of threads,
+and what is computed here is compared to the bit with what is computed there."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_many_threads_here() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    yield
+    torch.set_num_threads(before)
+
 
 def settings_for(model: Any, **changes: Any) -> dict[str, Any]:
     return {
         "engine": "torch",
-        "threads": 1,
+        "threads": NUM_THREADS,
         "model_config": json.loads(model.config.to_json_string(use_diff=False)),
         "model_dtype": "float32",
         "rollout": ROLLOUT.model_dump(mode="json"),
