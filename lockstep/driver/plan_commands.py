@@ -24,7 +24,7 @@ from lockstep.driver.determinism import determinism_findings
 from lockstep.driver.jobs import job_of
 from lockstep.driver.runnable import layout_record, needs_evidence, not_runnable
 from lockstep.environment.ledger import Ledger, LedgerFinding, judge
-from lockstep.topology.evidence import KnownLayout, find_evidence
+from lockstep.topology.evidence import KnownLayout, find_evidence, memory_differences
 from lockstep.topology.layout import check_layout
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.memory_records import MemoryPlan, PhasePlan, gigabytes
@@ -164,7 +164,10 @@ def evidence_lines(made: RecipePlan) -> list[str]:
     if known is None:
         return [] if not needs_evidence(made.resolved.config) else ["  evidence: none: `train` asks for --unverified"]
     state = "" if known.verified else f" Not verified: {known.status or 'its source gives no run on this hardware'}."
-    return [f"  evidence: {known.evidence.text()}.{state}"]
+    lines = [f"  evidence: {known.evidence.text()}.{state}"]
+    if changed := memory_differences(made.job, known):
+        lines.append(f"    memory settings that are not its own, whose fit is the plan's word: {'; '.join(changed)}")
+    return lines
 
 
 def memory_lines(memory: MemoryPlan) -> list[str]:

@@ -13,7 +13,7 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import RunConfig
 from lockstep.driver.jobs import job_of
 from lockstep.topology.catalogue import hardware
-from lockstep.topology.evidence import KnownLayout, find_evidence
+from lockstep.topology.evidence import KnownLayout, find_evidence, memory_differences
 
 PLAN = "`lockstep plan` judges it and prints its arguments for the programs that run it today"
 
@@ -76,7 +76,8 @@ def layout_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def layout_record(config: RunConfig, known: KnownLayout | None) -> dict[str, Any]:
-    """The evidence of a layout as plain data, for ``environment.json`` and ``--json``."""
+    """The evidence of a layout as plain data, for ``environment.json`` and ``--json``. ``verified`` is of the split
+    over ranks, ``differs_in`` its memory settings that are not those of the run."""
     return {
         "needs_evidence": needs_evidence(config),
         "unverified_allowed": config.cluster.unverified,
@@ -84,6 +85,7 @@ def layout_record(config: RunConfig, known: KnownLayout | None) -> dict[str, Any
         "evidence": None if known is None else known.evidence.text(),
         "known_as": None if known is None else known.name,
         "status": "" if known is None else known.status,
+        "differs_in": [] if known is None else list(memory_differences(job_of(config), known)),
     }
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lockstep.topology.catalogue import hardware, model_names, model_shape
-from lockstep.topology.evidence import KnownLayout, find_evidence, known_layouts, refused_layouts
+from lockstep.topology.evidence import KnownLayout, find_evidence, known_layouts, memory_differences, refused_layouts
 from lockstep.topology.layout import check_layout, is_legal
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.records import TrainLayout
+from lockstep.topology.rules import apply
 from lockstep.topology.suggest import Suggestion, job_for, legal_layouts, suggest
 
 KNOWN = [pytest.param(known, id=known.name) for known in known_layouts()]
@@ -63,10 +64,39 @@ def test_evidence_is_found_for_the_layout_and_not_for_another(known: KnownLayout
     assert find_evidence(replace(known.job, hardware=hardware("b200"))) is None
 
 
-def test_a_shorter_split_is_another_layout_only_by_its_sizes() -> None:
-    """Memory settings and batch may differ from the public run."""
+def test_batch_and_name_do_not_make_another_layout() -> None:
     known = known_layouts()[0]
     assert find_evidence(replace(known.job, batch=None, name="mine")) == known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (("train.first_stage_layers", 10), ("train.last_stage_layers", 11)),  # 43 = 10 + 11 + 11 + 11
+        (("train.sequence_parallel", False),),
+        (("nodes", 8), ("gpus_per_node", 4)),
+        (("engine.dp_attention", True),),
+    ],
+)
+def test_another_split_of_as_many_devices_is_another_layout(changes: tuple[tuple[str, object], ...]) -> None:
+    assert find_evidence(apply(known_layouts()[0].job, changes)) is None
+
+
+def test_a_split_written_in_another_way_is_the_same_layout() -> None:
+    known = known_layouts()[0]
+    assert known.job.train is not None
+    ends = replace(known.job.train, first_stage_layers=None, last_stage_layers=None, stage_layers=(11, 11, 11, 10))
+    assert find_evidence(replace(known.job, train=ends)) == known
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_memory_settings_that_are_not_the_runs_are_listed(known: KnownLayout) -> None:
+    assert memory_differences(known.job, known) == ()
+    was = known.job.memory.optimizer_offload_fraction
+    less = replace(known.job, memory=replace(known.job.memory, optimizer_offload_fraction=0.5))
+    said = "" if "memory.optimizer_offload_fraction" in known.stated else " (not stated)"
+    assert memory_differences(less, known) == (f"memory.optimizer_offload_fraction {was:g} → 0.5{said}",)
+    assert find_evidence(less) == find_evidence(known.job)
 
 
 # --- suggestions ------------------------------------------------------------------------------------------------------

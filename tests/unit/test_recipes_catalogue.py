@@ -17,6 +17,7 @@ from lockstep.config.load import flatten
 from lockstep.config.schema import PathModel
 from lockstep.driver.folder import open_run
 from lockstep.driver.jobs import job_of
+from lockstep.driver.plan_commands import evidence_lines, make_plan
 from lockstep.driver.recipe_commands import cases_of, check_recipes, overlay_rows
 from lockstep.driver.runnable import layout_facts, not_runnable, refuse_to_run
 from lockstep.recipes import find_recipe, load_recipe, recipe_names
@@ -252,6 +253,18 @@ def test_one_process_on_the_machine_at_hand_needs_no_evidence(hardware: str | No
     config = load_recipe("quickstart", hardware=hardware).config
     refuse_to_run(config)
     assert layout_facts(config)["needs_evidence"] is False
+
+
+def test_a_plan_and_the_run_folder_say_where_memory_is_not_the_runs() -> None:
+    made = make_plan(load_recipe("inkling", hardware="gb300", nodes=12), {})
+    said = "\n".join(evidence_lines(made))
+    assert "whose fit is the plan's word" in said
+    assert "memory.optimizer_offload_fraction 0 → 0.6 (not stated)" in said
+    facts = layout_facts(made.resolved.config)
+    assert facts["verified"]
+    assert "memory.optimizer_offload_fraction 0 → 0.6 (not stated)" in facts["differs_in"]
+    as_it_ran = make_plan(load_recipe("deepseek-v4-flash", variants=["fp8"]), {})
+    assert "optimizer_offload" not in "".join(evidence_lines(as_it_ran))
 
 
 def test_unverified_evidence_is_no_evidence() -> None:
