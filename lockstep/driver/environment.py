@@ -27,7 +27,7 @@ from lockstep.topology.catalogue import hardware
 
 logger = logging.getLogger(__name__)
 
-_PLATFORMS: Mapping[str, Platform] = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
+PLATFORMS: Mapping[str, Platform] = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 
 ENGINE_PACKAGES = frozenset({"vllm", "sglang", "aiter"})
 """Readers that live in the engine's environment if that is another one."""
@@ -86,10 +86,12 @@ def current_launch() -> Launch | None:
     return _current[-1] if _current else None
 
 
-def examine(config: RunConfig, shell: Mapping[str, str], *, refuse: bool = True) -> Ledger:
-    """The ledger of a configuration and a shell. Raises ConfigError with every error and exclusion at once, unless
-    ``refuse`` is false."""
-    platform = platform_of(config)
+def examine(
+    config: RunConfig, shell: Mapping[str, str], *, refuse: bool = True, platform: Platform | None = None
+) -> Ledger:
+    """The ledger of a configuration and a shell on ``platform`` (None: the run's). Raises ConfigError with every error
+    and exclusion at once, unless ``refuse`` is false."""
+    platform = platform or platform_of(config)
     ledger = judge(
         declared(config),
         shell,
@@ -118,7 +120,7 @@ def examine(config: RunConfig, shell: Mapping[str, str], *, refuse: bool = True)
 def platform_of(config: RunConfig) -> Platform:
     """The platform that the run is for: that of the hardware that it names, else of this machine."""
     if config.cluster.hardware is not None:
-        return _PLATFORMS[hardware(config.cluster.hardware).vendor]
+        return PLATFORMS[hardware(config.cluster.hardware).vendor]
     return "cpu" if config.device == "cpu" else platform_here()
 
 

@@ -21,9 +21,10 @@ from lockstep.config.load import ResolvedConfig
 from lockstep.config.schema import RunConfig
 from lockstep.driver.arguments import PROGRAMS, Effective, effective, shown
 from lockstep.driver.determinism import determinism_findings
+from lockstep.driver.environment import PLATFORMS, examine
 from lockstep.driver.jobs import job_of
 from lockstep.driver.runnable import layout_record, needs_evidence, not_runnable
-from lockstep.environment.ledger import Ledger, LedgerFinding, judge
+from lockstep.environment.ledger import Ledger, LedgerFinding
 from lockstep.topology.evidence import KnownLayout, find_evidence, memory_differences
 from lockstep.topology.layout import check_layout
 from lockstep.topology.memory import plan_memory
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from lockstep.topology.suggest import Suggestion
 
 EXIT_DONE, EXIT_FAILED = 0, 1
-
-PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 
 NUM_ITEMS = 4
 """Items of a phase that are printed; ``--json`` has all."""
@@ -83,9 +82,9 @@ def make_plan(resolved: ResolvedConfig, shell: Mapping[str, str]) -> RecipePlan:
 
 
 def ledger_of(config: RunConfig, job: Job, shell: Mapping[str, str]) -> Ledger:
-    """The ledger of the variables that a configuration sets, for the platform of its hardware."""
-    platform: Any = PLATFORMS[job.hardware.vendor]
-    return judge(job.environment, shell, strict=config.environment.strict, platform=platform)
+    """The ledger of the variables that a configuration sets, for the platform of its hardware; readers are looked for
+    where a run would find them, in the engine's own environment too."""
+    return examine(config, shell, refuse=False, platform=PLATFORMS[job.hardware.vendor])
 
 
 def plan(

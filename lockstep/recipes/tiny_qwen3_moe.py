@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
     ArithmeticTask,
@@ -93,6 +94,7 @@ def tiny_qwen3_moe() -> RunConfig:
                 *quantised_bounds(),
             )
         ),
+        environment=EnvironmentConfig(strict=True),
         eval=EvalConfig(num_problems=20),
         checkpoint=CheckpointConfig(every=120, keep=1),
     )

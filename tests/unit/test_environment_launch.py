@@ -15,9 +15,11 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.load import dump_resolved, flatten, load_run_config
 from lockstep.config.schema import RunConfig
 from lockstep.config.secrets import MASK
-from lockstep.driver.environment import current_launch, declared, engine_environment, launched
+from lockstep.driver.environment import current_launch, declared, engine_environment, examine, launched
 from lockstep.driver.folder import environment, no_recipe, open_run
+from lockstep.driver.plan_commands import make_plan
 from lockstep.recipes import load_recipe
+from tests.unit.environment_planted import LAMBDAS, plant
 
 SECRET = "hunter2-hunter2"
 
@@ -55,6 +57,21 @@ def test_strays_are_reported_once(caplog: pytest.LogCaptureFixture, monkeypatch:
     with launched(config) as outer, launched(config) as inner:
         assert outer is inner
     assert len([record for record in caplog.records if "NCCL_DEBUG=INFO comes from the shell" in record.message]) == 1
+
+
+def test_a_plan_judges_by_the_engines_own_environment_as_a_run_does(tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    packages.mkdir(parents=True)
+    plant(packages, "vllm", {"envs.py": LAMBDAS}, "0.32.0")
+    made = resolved(
+        "environment.strict=true", "rollout.process=separate", "rollout.engine=vllm", f"rollout.python={python}",
+        'environment.engine.VLLM_UNUSED="1"',
+    )  # fmt: skip
+    judged = make_plan(made, {}).ledger
+    assert judged == examine(made.config, {}, refuse=False)
+    assert [(one.rule, one.severity) for one in judged.findings] == [("variable-unread", "error")]
+    assert "vllm 0.32.0 declares it and no code uses it" in judged.errors[0].message
 
 
 def test_trainer_and_engine_get_their_own_variables_alone() -> None:
@@ -131,7 +148,7 @@ def test_a_strict_run_is_refused_before_anything_is_set(monkeypatch: pytest.Monk
         pass
     assert "SGLANG_HEALTH_CHECK_TIMEOUT" not in os.environ
     assert current_launch() is None
-    lax = config_of('environment.engine.SGLANG_HEALTH_CHECK_TIMEOUT="2 min"')
+    lax = config_of("environment.strict=false", 'environment.engine.SGLANG_HEALTH_CHECK_TIMEOUT="2 min"')
     with launched(lax) as launch:
         assert [finding.severity for finding in launch.ledger.findings] == ["warning"]
 

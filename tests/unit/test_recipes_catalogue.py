@@ -41,6 +41,17 @@ def test_every_recipe_passes_rules_memory_and_ledger_under_every_overlay_and_var
     assert sum(len(one.cases) for one in checked.values()) > 30
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_strict_about_variables(name: str) -> None:
+    unread = 'environment.trainer.HF_NO_SUCH_SWITCH="1"'  # of an installed package, which does not know it
+    case = next(iter(cases_of(name)))
+    made = make_plan(load_recipe(name, [unread], hardware=case.hardware, nodes=case.nodes), {})
+    assert [(one.rule, one.severity) for one in made.ledger.findings if one.severity != "note"] == [
+        ("variable-unread", "error")
+    ]
+    assert find_recipe(name).environment.strict
+
+
 def test_the_catalogue_has_the_models_and_their_hardware() -> None:
     have = {name: {one.hardware for one in overlays_of(name)} for name in NAMES}
     assert {"mi355x", "h200", "h100", "gb300"} <= have["deepseek-v4-flash"]
