@@ -21,7 +21,7 @@ from lockstep.environment.ledger import Ledger, judge, with_reads
 from lockstep.environment.processes import applied, child_environment, resolve_secrets, shell_environment
 from lockstep.environment.readers import Package, installed_package
 from lockstep.environment.recorded import Reads, recorded_reads
-from lockstep.environment.secrets import SecretFilter, mask_arguments, secret_values
+from lockstep.environment.secrets import mask_arguments, masked_records, secret_values
 from lockstep.hardware.visibility import Platform, platform_here, visibility_problems
 from lockstep.topology.catalogue import hardware
 
@@ -69,7 +69,7 @@ def launched(config: RunConfig) -> Iterator[Launch]:
     shell = shell_environment()
     ledger = examine(config, shell)
     secrets = secret_values(shell, *declared(config).values())
-    with applied(own_variables(config)), recorded_reads() as reads, _masked_logs(secrets):
+    with applied(own_variables(config)), recorded_reads() as reads, masked_records(secrets):
         for finding in ledger.findings:
             if finding.severity == "warning":
                 logger.warning("%s", finding.text())
@@ -173,16 +173,3 @@ def _finder(config: RunConfig) -> Callable[[str], Package | None]:
         return installed_package(name, search) if name in ENGINE_PACKAGES else installed_package(name)
 
     return find
-
-
-@contextmanager
-def _masked_logs(secrets: tuple[str, ...]) -> Iterator[None]:
-    masking = SecretFilter(secrets)
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(masking)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(masking)

@@ -1,22 +1,25 @@
 """Masking in running text: the values of secrets, wherever a library prints them.
 
-Names decide in tables (``config/secrets.py``); here the values that stand in this process' environment are looked for.
+Names decide in tables (``config/secrets.py``); here the values that stand in this process' environment are looked for,
+in texts, in command lines and in whatever any logger says.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from lockstep.config.secrets import MASK, is_secret, masked, masked_table
 
 __all__ = [
     "MASK",
-    "SecretFilter",
     "is_secret",
     "mask_arguments",
     "mask_text",
     "masked",
+    "masked_records",
     "masked_table",
     "secret_values",
 ]
@@ -56,19 +59,39 @@ def mask_arguments(arguments: Sequence[str], values: Iterable[str] = ()) -> list
     return shown
 
 
-class SecretFilter(logging.Filter):
-    """Masks secret values in every record that passes a handler, arguments and exception text included."""
+@contextmanager
+def masked_records(values: Iterable[str]) -> Iterator[None]:
+    """Mask secret values in every log record that is made meanwhile, message, traceback and stack included. Records are
+    changed where they are made: handlers of other loggers (transformers and vLLM have their own) see them so too."""
+    values, before = tuple(values), logging.getLogRecordFactory()
+    if not values:
+        yield
+        return
 
-    def __init__(self, values: Iterable[str]) -> None:
-        super().__init__()
-        self._values = tuple(values)
+    def make(*arguments: Any, **named: Any) -> logging.LogRecord:
+        return _mask_record(before(*arguments, **named), values)
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrites the record; always lets it pass."""
-        if self._values:
-            record.msg, record.args = mask_text(record.getMessage(), self._values), ()
-            if record.exc_info and not record.exc_text:
-                record.exc_text = logging.Formatter().formatException(record.exc_info)
-            if record.exc_text:
-                record.exc_text = mask_text(record.exc_text, self._values)
-        return True
+    logging.setLogRecordFactory(make)
+    try:
+        yield
+    finally:
+        if logging.getLogRecordFactory() is make:  # what somebody else has set since stays, and goes on to this one
+            logging.setLogRecordFactory(before)
+
+
+def _mask_record(record: logging.LogRecord, values: Sequence[str]) -> logging.LogRecord:
+    try:
+        text = record.getMessage()
+    except Exception:  # arguments that do not fit: logging would report that with all of them, unmasked
+        text = f"{record.msg} {record.args}"
+        record.msg, record.args = mask_text(text, values), ()
+    if any(value in text for value in values):
+        record.msg, record.args = mask_text(text, values), ()
+    if record.exc_info and record.exc_info[0] is not None:
+        trace = logging.Formatter().formatException(record.exc_info)
+        if any(value in trace for value in values):
+            # Text in place of the exception: a handler that formats it itself would show the secret.
+            record.exc_text, record.exc_info = mask_text(trace, values), None
+    if record.stack_info:
+        record.stack_info = mask_text(record.stack_info, values)
+    return record

@@ -17,7 +17,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.secrets import MASK, is_secret, masked, shown, shown_config
 from lockstep.environment.processes import applied, child_environment, crosses, shell_environment
 from lockstep.environment.recorded import recorded_reads
-from lockstep.environment.secrets import SecretFilter, mask_arguments, mask_text, secret_values
+from lockstep.environment.secrets import mask_arguments, mask_text, masked_records, secret_values
 
 ODD_VALUES = ["a=b=c", "two words", "line\nline", "", " ", "ü", "$HOME", "'\"", "x" * 100_000]
 
@@ -174,30 +174,51 @@ def test_a_secret_that_holds_another_goes_as_a_whole() -> None:
 
 @contextmanager
 def logged_to(lines: list[str]) -> Iterator[logging.Logger]:
+    """A logger with a handler of its own, which passes nothing on to the root's: transformers has such a one."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(logging.Formatter().format(record))  # type: ignore[method-assign]
-    handler.addFilter(SecretFilter(["hunter2-hunter2"]))
     logger = logging.getLogger("lockstep-test-secrets")
     logger.addHandler(handler)
+    logger.propagate = False
     try:
         yield logger
     finally:
         logger.removeHandler(handler)
 
 
-def test_logs_are_masked_in_message_arguments_and_traceback() -> None:
+def test_every_loggers_records_are_masked_in_message_arguments_traceback_and_stack() -> None:
     lines: list[str] = []
-    with logged_to(lines) as logger:
+    before = logging.getLogRecordFactory()
+    with masked_records(["hunter2-hunter2"]), logged_to(lines) as logger:
         logger.error("token %s in %s", "hunter2-hunter2", {"a": "hunter2-hunter2"})
         logger.error("plain 100%")
         try:
             raise ValueError("bad hunter2-hunter2")
         except ValueError:
             logger.exception("failed")
+        logger.error("too few %s %s", "hunter2-hunter2")
+        logger.error("here", stack_info=True)  # the line of code is part of it: hunter2-hunter2
     assert "hunter2" not in "".join(lines)
     assert lines[0] == f"token {MASK} in {{'a': '{MASK}'}}"
     assert lines[1] == "plain 100%"
     assert f"ValueError: bad {MASK}" in lines[2]
+    assert lines[3] == f"too few %s %s ('{MASK}',)"
+    assert logging.getLogRecordFactory() is before
+
+
+def test_a_record_without_a_secret_is_left_as_it_is() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    with masked_records(["hunter2-hunter2"]), logged_to([]) as logger:
+        logger.addHandler(handler)
+        try:
+            raise ValueError("plain")
+        except ValueError:
+            logger.exception("in %s", "step 3")
+        logger.removeHandler(handler)
+    assert (records[0].msg, records[0].args) == ("in %s", ("step 3",))
+    assert records[0].exc_info is not None
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
