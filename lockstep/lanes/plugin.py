@@ -6,6 +6,7 @@ command that runs it. With ``--lane`` (``run.LaneRun``) it runs that lane's shar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lanes", "hardware lanes")
     group.addoption("--lane", metavar="LANE", help="run this lane of lanes.toml, and leave evidence")
     group.addoption("--hardware", metavar="MODEL", help="the accelerator that must be here; default: what is here")
-    group.addoption("--shard", metavar="K/N", default="1/1", help="the K-th of N parts, balanced by time; default 1/1")
+    group.addoption("--shard", metavar="K/N", help="the K-th of N parts, balanced by time; default 1/1")
     group.addoption("--lanes-plan", metavar="FILE", type=Path, help="take the shard from this plan's JSON")
     group.addoption("--lanes-evidence", metavar="DIR", type=Path, help="where evidence goes; default: of lanes.toml")
 
@@ -39,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARK)
     lane = config.getoption("--lane")
     if not lane:
-        for name in ("--hardware", "--lanes-plan", "--lanes-evidence"):
+        for name in ("--hardware", "--shard", "--lanes-plan", "--lanes-evidence"):
             if config.getoption(name):
                 raise pytest.UsageError(f"{name} needs --lane")
         return
@@ -51,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.rootpath,
             lane,
             config.getoption("--hardware"),
-            str(config.getoption("--shard")),
+            config.getoption("--shard") or "1/1",
             config.getoption("--lanes-plan"),
             check_machine=not config.getoption("collectonly"),
         )
@@ -75,8 +76,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("lane")
         hardware: Any = mark.kwargs.get("hardware", {}) if mark else {}
         if mark and mark.args and CPU not in hardware:
-            models = ", ".join(str(model) for model in hardware.values())
+            models = ", ".join(_models(hardware))
             item.add_marker(pytest.mark.skip(reason=f"for {models}: pytest --lane {mark.args[0]} on such a machine"))
+
+
+def _models(hardware: Any) -> list[str]:
+    """Models that a mark names, also one that the plan refuses: outside a lane a faulty mark stops no other test."""
+    values = list(hardware.values()) if isinstance(hardware, Mapping) else [hardware]
+    return [str(model) for value in values for model in (value if isinstance(value, list | tuple) else [value])]
 
 
 @pytest.fixture

@@ -157,6 +157,8 @@ class LaneRun:
         seen = self.seen.setdefault(case.test_id, _Seen(case))
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for attempt in range(case.retries + 1):
+            if attempt:
+                _start_timer_again(item)
             reports = runtestprotocol(item, nextitem=nextitem, log=False)
             again = attempt < case.retries and any(report.failed for report in reports)
             for report in reports:
@@ -172,7 +174,7 @@ class LaneRun:
 
     def _keep(self, seen: _Seen, item: pytest.Item, reports: list[pytest.TestReport]) -> None:
         bad = [report for report in reports if report.failed]
-        skipped = [report for report in reports if report.skipped and not hasattr(report, "wasxfail")]
+        skipped = [report for report in reports if report.skipped]  # an expected failure has shown nothing either
         seen.outcomes.append("failed" if bad else "skipped" if skipped else "passed")
         seen.seconds += sum(report.duration for report in reports)
         mark = item.get_closest_marker("timeout")
@@ -206,21 +208,29 @@ class LaneRun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, pytest.TestReport]:
-        """A declared test that skips itself or records not all of its gates has not done what it was planned for."""
+        """A test that shows nothing is no success: skipped, expected to fail, without its gates, or with a broken one.
+
+        Skips and expected failures of tests without a mark are left as they are: nobody planned for these.
+        """
         report: pytest.TestReport = yield
         case = item.stash[CASE]
-        if not case.declared:
-            return report
-        if report.skipped and not hasattr(report, "wasxfail"):
-            why = _last_line(report)
-            report.outcome = "failed"
-            report.longrepr = f"{case.test_id} skipped itself on {case.hardware} ({why}): nothing ran; use disabled="
+        why = ""
+        if report.skipped and case.declared:
+            did = "failed as its xfail expects" if hasattr(report, "wasxfail") else "skipped itself"
+            why = f"{did} on {case.hardware} ({_last_line(report)}): nothing was shown; use disabled=, which has a date"
         elif report.when == "call" and report.passed:
             recorder = item.stash.get(RECORDER, None)
-            missing = set(case.gates) - {gate.name for gate in (recorder.gates if recorder else [])}
+            gates = recorder.gates if recorder else []
+            missing = set(case.gates) - {gate.name for gate in gates}
+            broken = [gate.text() for gate in gates if not gate.passed]
             if missing:
-                report.outcome = "failed"
-                report.longrepr = f"{case.test_id} passed without recording its gates {', '.join(sorted(missing))}"
+                why = f"passed without recording its gates {', '.join(sorted(missing))}"
+            elif broken:
+                why = f"passed although its gates did not: {', '.join(broken)}"
+        if why:
+            report.outcome = "failed"
+            report.longrepr = f"{case.test_id} {why}"
+            vars(report).pop("wasxfail", None)
         return report
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
@@ -279,6 +289,17 @@ def versions(vendor: str) -> dict[str, str]:
         lines = [line for line in (run_tool(commands[vendor]) or "").splitlines() if any(c.isdigit() for c in line)]
         found["driver"] = lines[0].rpartition(":")[2].strip() if lines else "unknown"
     return found
+
+
+def _start_timer_again(item: pytest.Item) -> None:
+    """Give a retry its own time: pytest-timeout sets its timer once for a test, and one that has fired is gone."""
+    from pytest_timeout import _get_item_settings  # pyright: ignore[reportPrivateUsage]
+
+    hooks = item.config.pluginmanager.hook
+    settings = _get_item_settings(item)
+    if settings.timeout and settings.timeout > 0 and not settings.func_only:
+        hooks.pytest_timeout_cancel_timer(item=item)
+        hooks.pytest_timeout_set_timer(item=item, settings=settings)
 
 
 def _withdraw(case: Case, expected: dict[str, str]) -> None:

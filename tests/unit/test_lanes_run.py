@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lanes_planted import HEAD, Ended, commit, fake_gpus, fake_tool, lanes, mark, plant, run_pytest
+from tests.unit.lanes_planted import (
+    CATALOGUE,
+    HEAD,
+    Ended,
+    commit,
+    fake_gpus,
+    fake_tool,
+    lanes,
+    mark,
+    plant,
+    run_pytest,
+)
 
 
 def outcomes(ended: Ended) -> dict[str, str]:
@@ -231,6 +242,52 @@ def test_a_retry_is_recorded_as_a_retry(tmp_path: Path) -> None:
     assert "test_flaky [cpu]: retried 1 times" in lanes(tmp_path, "debt")[1]
 
 
+def test_a_retry_that_hangs_ends_by_the_estimate_too(tmp_path: Path) -> None:
+    """pytest-timeout sets one timer for all attempts of a test; after it has fired, a retry ran without a limit."""
+    catalogue = CATALOGUE.replace(
+        '[lanes.cpu-long]\nstage = "cpu"', '[lanes.cpu-long]\nstage = "cpu"\nmin_timeout_s = 1'
+    )
+    text = (
+        HEAD + mark("cpu-long", '{"cpu": "cpu"}', 0.001, "retries=1") + "def test_x(): __import__('time').sleep(60)\n"
+    )
+    started = time.monotonic()
+    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": text}, catalogue), "--lane", "cpu-long")
+    assert time.monotonic() - started < 50
+    (result,) = ended.runs[0].tests
+    assert (result.outcome, result.num_retries) == ("failed", 1)
+    assert "Timeout" in result.why
+
+
+@pytest.mark.parametrize(
+    ("decorator", "body", "says"),
+    [
+        ("@pytest.mark.xfail(reason='someday')\n", "lane_evidence.gate('g', 9, 1)", "failed as its xfail expects"),
+        ("@pytest.mark.xfail(run=False)\n", "lane_evidence.gate('g', 0, 1)", "failed as its xfail expects"),
+        (
+            "",
+            "pytest.raises(AssertionError, lane_evidence.gate, 'g', 9, 1)",
+            "although its gates did not: g 9 > bound 1",
+        ),
+    ],
+)
+def test_an_expected_failure_or_a_swallowed_gate_is_no_success(
+    tmp_path: Path, decorator: str, body: str, says: str
+) -> None:
+    text = HEAD + mark("cpu-long", '{"cpu": "cpu"}', more='gates=["g"]') + decorator
+    root = plant(tmp_path, {"tests/test_a.py": f"{text}def test_x(lane_evidence):\n    {body}\n"})
+    ended = run_pytest(root, "--lane", "cpu-long")
+    assert ended.code == 1, ended.output
+    assert outcomes(ended) == {"test_x": "failed"}
+    assert says in ended.runs[0].tests[0].why
+
+
+def test_an_expected_failure_without_a_mark_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
+    text = HEAD + "def test_x(): pass\n@pytest.mark.xfail\ndef test_y(): assert 0\n"
+    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": text}), "--lane", "cpu")
+    assert ended.code == 0, ended.output
+    assert outcomes(ended) == {"test_x": "passed", "test_y": "skipped"}
+
+
 def test_a_test_that_hangs_ends_by_its_estimate(tmp_path: Path) -> None:
     slow = mark("cpu-long", '{"cpu": "cpu"}', 0.01) + "def test_hangs():\n    import time; time.sleep(60)\n"
     catalogue = plant(tmp_path, {"tests/test_a.py": HEAD + slow}) / "lanes.toml"
@@ -271,10 +328,20 @@ def test_outside_a_lane_a_gpu_test_is_skipped_with_the_command_that_runs_it(tmp_
     assert ended.runs == []
 
 
-def test_options_that_need_a_lane_say_so(tmp_path: Path) -> None:
-    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": "def test_a(): pass\n"}), "--hardware", "h200")
+@pytest.mark.parametrize(("option", "value"), [("--hardware", "h200"), ("--shard", "1/4")])
+def test_options_that_need_a_lane_say_so(tmp_path: Path, option: str, value: str) -> None:
+    """Fault H2 once more: a shard without a lane would run everything, in each of the four."""
+    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": "def test_a(): pass\n"}), option, value)
     assert ended.code == 4
-    assert "--hardware needs --lane" in ended.output
+    assert f"{option} needs --lane" in ended.output
+
+
+def test_outside_a_lane_a_faulty_mark_stops_no_other_test(tmp_path: Path) -> None:
+    text = HEAD + '@pytest.mark.lane("one", hardware="h200")\ndef test_a(): pass\ndef test_b(): pass\n'
+    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": text}), "-rs")
+    assert ended.code == 0, ended.output
+    assert "1 passed, 1 skipped" in ended.output
+    assert "for h200: pytest --lane one on such a machine" in ended.output
 
 
 def test_a_mark_that_the_source_does_not_show_is_refused(tmp_path: Path) -> None:
