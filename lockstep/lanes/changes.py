@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import os
 import subprocess
 import sys
 from collections import deque
@@ -35,6 +36,8 @@ def git(root: Path, *arguments: str) -> str:
 def changed_files(root: Path, since: str) -> list[str]:
     """Files that differ from where this branch left ``since``, with what is not committed and not ignored.
 
+    Relative to ``root``, which may lie below the top of its git repository: what lies beside it begins with ``../``.
+
     Raises ``LanesError`` if ``since`` is not known here, as in a shallow clone.
     """
     try:
@@ -44,9 +47,11 @@ def changed_files(root: Path, since: str) -> list[str]:
             f"--changed-since {since}: no common commit is known here ({error}); "
             "fetch the whole history (actions/checkout: fetch-depth: 0)"
         ) from None
-    listed = git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")
-    untracked = git(root, "ls-files", "--others", "--exclude-standard", "-z")
-    return sorted({name for name in (listed + untracked).split("\0") if name})
+    below_top = git(root, "rev-parse", "--show-prefix").removesuffix("\n") or "."
+    listed = git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")  # from the top
+    untracked = git(root, "ls-files", "--others", "--exclude-standard", "-z")  # from root
+    names = {os.path.relpath(name, below_top) for name in listed.split("\0") if name}
+    return sorted(names | {name for name in untracked.split("\0") if name})
 
 
 def reached_tests(root: Path, catalogue: Catalogue, changed: Sequence[str]) -> dict[str, str]:
@@ -67,9 +72,14 @@ def _reached_from(name: str, graph: ImportGraph, catalogue: Catalogue) -> dict[s
         if any(_fits(test, pattern) for one in rules for pattern in one.tests)
     }
     by_import = graph.reached(name)
-    if not by_import and not rules and not is_test_file(PurePosixPath(name).name):
+    if not by_import and not rules and not _only_a_test(name, catalogue):
         return dict.fromkeys(graph.tests, f"{name} changed, and nothing says who reads it")
     return {**(by_import or {}), **reasons}
+
+
+def _only_a_test(name: str, catalogue: Catalogue) -> bool:
+    """Whether a file is, or was before it was deleted, a test file and no part of a package."""
+    return is_test_file(PurePosixPath(name).name) and any(_fits(name, path) for path in catalogue.test_paths)
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -90,6 +100,7 @@ class ImportGraph:
         """Read the packages through grimp and the Python files below the test paths by their source."""
         edges = _package_edges(root, catalogue.packages)
         sources = sorted({path for name in catalogue.test_paths for path in _python_files(root / name)})
+        sources += [path for path in _conftests_above(root, catalogue.test_paths) if path not in sources]
         for path in sources:
             name = path.relative_to(root).as_posix()
             for imported in _imports(path, root):
@@ -183,6 +194,12 @@ def _module_file(root: Path, module: str) -> str | None:
     return None
 
 
+def _conftests_above(root: Path, test_paths: Sequence[str]) -> list[Path]:
+    """``conftest.py`` of the root and of each folder between it and the test paths; pytest imports these too."""
+    folders = {root, *(above for name in test_paths for above in (root / name).parents if root in above.parents)}
+    return sorted(path for folder in folders if (path := folder / "conftest.py").is_file())
+
+
 def _python_files(folder: Path) -> list[Path]:
     return [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
 
@@ -202,6 +219,11 @@ def _imports(path: Path, root: Path) -> set[str]:
             above = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (above, node.module or "") if part)
             names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "pytest_plugins" for target in node.targets
+        ):
+            constants = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            names |= {value for value in constants if isinstance(value, str)}
     found: set[str] = set()
     for name in names:
         parts = name.split(".")

@@ -191,3 +191,64 @@ def test_an_unknown_commit_says_to_fetch_the_history(tmp_path: Path) -> None:
     with pytest.raises(LanesError, match="--changed-since"):
         changed_files(root, "--output=x")
     assert not (root / "x").exists()
+
+
+def test_what_the_root_conftest_imports_reaches_every_test(tmp_path: Path) -> None:
+    """A test that imports the module itself must not make the others look unreached."""
+    files = {
+        "conftest.py": "import mine.shared\npytest_plugins = ['mine.plugin']\n",
+        "mine/shared.py": "",
+        "mine/plugin.py": "",
+        "tests/test_a.py": "import mine.shared, mine.plugin\n",
+        "tests/test_b.py": "def test_b(): pass\n",
+    }
+    root = plant(tmp_path, files)
+    for name in ("conftest.py", "mine/shared.py", "mine/plugin.py"):
+        assert set(reached_tests(root, load_catalogue(root), [name])) == {"tests/test_a.py", "tests/test_b.py"}
+
+
+def test_a_project_below_the_top_of_its_repository_knows_its_own_changes(tmp_path: Path) -> None:
+    """git tells names from the top, and a changed test file under another name was taken for a deleted one."""
+    root = plant(tmp_path / "sub", {"tests/test_a.py": "def test_a(): pass\n", "mine/gone.py": ""})
+    plant(tmp_path / "other", {})
+    commit(tmp_path)
+    git(tmp_path, "checkout", "-q", "-b", "branch")
+    (root / "tests/test_a.py").write_text("def test_a(): assert 1\n")
+    (root / "mine/gone.py").rename(root / "mine/moved.py")
+    commit(tmp_path)
+    (tmp_path / "other/lanes.toml").write_text("changed")
+    (root / "mine/new.py").write_text("")
+    changed = changed_files(root, "main")
+    assert changed == ["../other/lanes.toml", "mine/gone.py", "mine/moved.py", "mine/new.py", "tests/test_a.py"]
+    assert reached_tests(root, load_catalogue(root), ["tests/test_a.py"]) == {"tests/test_a.py": "it changed"}
+
+
+def test_a_submodule_that_moves_reaches_every_test(tmp_path: Path) -> None:
+    commit(plant(tmp_path / "library", {}))
+    root = commit(plant(tmp_path / "project", {"tests/test_a.py": "def test_a(): pass\n"}))
+    git(root, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(tmp_path / "library"), "vendored")
+    commit(root)
+    git(root, "checkout", "-q", "-b", "branch")
+    commit(root / "vendored")
+    commit(root)
+    assert changed_files(root, "main") == ["vendored"]
+    assert set(reached_tests(root, load_catalogue(root), ["vendored"])) == {"tests/test_a.py"}
+
+
+def test_after_a_merge_of_the_base_only_the_branchs_own_changes_count(tmp_path: Path) -> None:
+    root = commit(plant(tmp_path, {}))
+    git(root, "checkout", "-q", "-b", "branch")
+    (root / "mine/own.py").write_text("")
+    commit(root)
+    git(root, "checkout", "-q", "main")
+    (root / "mine/theirs.py").write_text("")
+    commit(root)
+    git(root, "checkout", "-q", "branch")
+    git(root, "merge", "-q", "--no-edit", "main")
+    assert changed_files(root, "main") == ["mine/own.py"]
+
+
+def test_a_deleted_module_that_is_named_like_a_test_reaches_every_test(tmp_path: Path) -> None:
+    root = plant(tmp_path, {"tests/test_a.py": "def test_a(): pass\n"})
+    assert set(reached_tests(root, load_catalogue(root), ["mine/load_test.py"])) == {"tests/test_a.py"}
+    assert reached_tests(root, load_catalogue(root), ["tests/test_gone.py"]) == {}
