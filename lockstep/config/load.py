@@ -7,7 +7,7 @@ Rules that are not visible in the schema:
 
 - ``extends = "name"`` builds on a recipe, ``extends = "other.toml"`` on a file (relative to the file that says it).
 - ``unset = ["trainer.clip_grad_norm"]`` in a file, or ``--set trainer.clip_grad_norm=none``, sets a key that may be
-  none to none (TOML has no null).
+  none to none (TOML has no null); of a variable under ``environment`` it takes out what a layer below has set.
 - A relative path (keys ``model.path``, ``task.path``, …) is relative to the TOML file that sets it; in ``--set`` and
   in recipes, to the working directory. ``~`` and variables are expanded in these keys alone (``paths.py``). The
   resolved configuration holds absolute paths.
@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from lockstep.config.checks import check
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.keys import describe, discriminator, nearest_keys, sections, strip_tags
+from lockstep.config.overrides import override_value, without_unset_variables
 from lockstep.config.paths import escape, with_paths
 from lockstep.config.schema import PATH_KEYS, RunConfig, Section
 from lockstep.config.secrets import shown, shown_config
@@ -86,8 +87,8 @@ def load_run_config(
     overlay, violations = _overrides_tree(overrides)
     above = reduce(merge, [*layers[1:], overlay, change_tree(options)], {})
     changes = change_tree(changes_of(name, plain_values(above))) if changes_of else {}
-    tree = reduce(merge, [layers[0], changes, above])
-    return _resolve(tree, f"configuration of {recipe}", violations, layers[0])
+    tree, unknown = without_unset_variables(reduce(merge, [layers[0], changes, above]), [changes, *layers])
+    return _resolve(tree, f"configuration of {recipe}", violations + unknown, layers[0])
 
 
 def resolve_config(config: RunConfig, origin: str) -> ResolvedConfig:
@@ -196,8 +197,7 @@ def _unset_paths(subject: str, unset: Any) -> list[KeyPath]:
 
 
 def _overrides_tree(overrides: Sequence[str]) -> tuple[Tree, list[Violation]]:
-    """The layer of ``--set``: a value is TOML where it parses as TOML, else text; the bare word none is none, but for a
-    key that has it as a choice."""
+    """The layer of ``--set``, values as ``override_value`` reads them."""
     tree: Tree = {}
     violations: list[Violation] = []
     for text in overrides:
@@ -211,30 +211,13 @@ def _overrides_tree(overrides: Sequence[str]) -> tuple[Tree, list[Violation]]:
             message = f"--set {text!a} can't be read: {error}"
             violations.append(Violation("", message, "write --set section.key=value"))
             continue
-        value = None if raw.strip() == "none" and not _is_choice(key, "none") else _parse_value(raw)
+        value = override_value(key, raw)
         for path in leaves(value):
             item: Any = value
             for part in path:
                 item = item[part]
             put(tree, (*key, *path), make_leaf((*key, *path), item, "--set", Path()))
     return tree, violations
-
-
-def _is_choice(key: tuple[str, ...], word: str) -> bool:
-    """Whether ``word`` is one of the values that the key's type spells out."""
-    kind: Any = RunConfig
-    for name in key:
-        found = getattr(kind, "model_fields", {}).get(name)
-        kind = None if found is None else found.annotation
-    return word in get_args(kind)
-
-
-def _parse_value(raw: str) -> Any:
-    try:
-        document = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
-        return raw
-    return document["value"] if document.keys() == {"value"} else raw
 
 
 # --- validation -------------------------------------------------------------------------------------------------------

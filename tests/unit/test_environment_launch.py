@@ -154,8 +154,41 @@ def test_a_strict_run_is_refused_before_anything_is_set(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "text", ['environment.trainer."A=B"="1"', 'environment.engine.A="\\u0000"', "environment.trainer.A=1"]
-)
+    ("written", "value"),
+    [
+        *((text, text) for text in ("1", "01", "0x10", "1.0", "1e3", "true", "True", "a=b==c", "a b", "[1]", " 1", "")),
+        *(('"1"', "1"), ("'a b'", "a b"), ('"none"', "none"), ("2026-01-01", "2026-01-01"), ("{a = 1}", "{a = 1}")),
+    ],
+)  # fmt: skip
+def test_a_variable_on_the_command_line_is_the_text_that_stands_there(written: str, value: str) -> None:
+    assert config_of(f"environment.trainer.A={written}").environment.trainer == {"A": value}
+
+
+@pytest.mark.parametrize(("text", "way_out"), [("1", '"1"'), ("true", "quote it"), ("1.0", "quote it")])
+def test_a_variable_in_a_file_is_text(text: str, way_out: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(f'extends = "tiny-qwen3-moe"\n[environment.engine]\nA = {text}\n')
+    with pytest.raises(ConfigError, match=r"environment\.engine\.A") as refused:
+        load_recipe(str(file))
+    assert way_out in str(refused.value)
+
+
+def test_a_variable_that_a_recipe_sets_can_be_taken_out_and_no_other(tmp_path: Path) -> None:
+    name, key = "SGLANG_DSV4_FP4_EXPERTS", "environment.engine.SGLANG_DSV4_FP4_EXPERTS"
+    assert name in load_recipe("deepseek-v4-flash").config.environment.engine
+    made = load_recipe("deepseek-v4-flash", [f"{key}=none"])
+    assert name not in made.config.environment.engine
+    assert made.config.environment.engine.keys() == load_recipe(
+        "deepseek-v4-flash"
+    ).config.environment.engine.keys() - {name}
+    file = tmp_path / "my.toml"
+    file.write_text(f'extends = "deepseek-v4-flash"\nunset = ["{key}"]\n')
+    assert load_recipe(str(file)).config == made.config
+    with pytest.raises(ConfigError, match="nothing sets it"):
+        load_recipe("deepseek-v4-flash", [f"{key}_=none"])
+
+
+@pytest.mark.parametrize("text", ['environment.trainer."A=B"="1"', 'environment.engine.A="\\u0000"'])
 def test_what_no_environment_can_hold_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="environment"):
         config_of(text)
