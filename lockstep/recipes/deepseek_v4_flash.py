@@ -87,7 +87,12 @@ def deepseek_v4_flash() -> RunConfig:
             micro_batch_tokens=2048,
             packing="padded",  # its compressors cut windows by position: sequences may not share a row
             layout=TrainLayoutConfig(etp=1, sequence_parallel=True),
-            megatron={"micro_batch": 1, "freeze_router": True},
+            megatron={
+                "micro_batch": 1,
+                "freeze_router": True,
+                "optimizer_offload_fraction": 1.0,
+                "precision_aware_optimizer": True,
+            },
         ),
         gate=GateConfig(bounds=BOUNDS),
         refit=RefitConfig(transport="cuda_ipc", bucket_bytes=1 << 30),
@@ -124,8 +129,7 @@ def mi355x() -> Changes:
         "trainer.layout.ep": (8, "a node's devices"),
         "trainer.layout.first_stage_layers": (11, "43 = 11 + 11 + 11 + 10"),
         "trainer.layout.last_stage_layers": (10, "43 = 11 + 11 + 11 + 10; it has the head too"),
-        "trainer.megatron.optimizer_offload_fraction": (0.75, "the states don't fit beside the engine on 32 devices"),
-        "trainer.megatron.precision_aware_optimizer": (True, "Megatron offloads states of this optimizer alone"),
+        "trainer.megatron.optimizer_offload_fraction": (0.75, "a quarter has room beside the engine"),
         "trainer.megatron.offload_weights": (
             False,
             "ROCm: the engine's sleep leaves memory held, so nothing is gained",
@@ -139,7 +143,7 @@ def mi355x() -> Changes:
 
 @overlay(NAME, hardware="h200", evidence="deepseek-v4-flash-h200-64")
 def h200() -> Changes:
-    """Eight nodes hold everything on the devices."""
+    """Eight nodes of eight: a stage a node."""
     return {
         "cluster.nodes": (8, "141 GB a device: eight stages"),
         "cluster.gpus_per_node": (8, "an HGX H200 has eight"),
@@ -181,8 +185,6 @@ def h100() -> Changes:
         "trainer.layout.sequence_parallel": (False, "there is no tensor parallelism"),
         "trainer.layout.stage_layers": ([6, 6, 6, 5, 5, 5, 5, 5], "verl's Et*6|t*6|t*6|t*5|t*5|t*5|t*5|t*5L"),
         "trainer.megatron.implementation": ("verl", "its fork's rules"),
-        "trainer.megatron.optimizer_offload_fraction": (1.0, "80 GB hold weights and gradients, no states"),
-        "trainer.megatron.precision_aware_optimizer": (True, "Megatron offloads states of this optimizer alone"),
         "trainer.micro_batch_tokens": (12288, "one whole sequence, prompt and answer"),
         "trainer.weight_decay": (0.01, "as verl's run"),
         "trainer.beta2": (0.999, "as verl's run"),
@@ -208,7 +210,7 @@ def h100() -> Changes:
 @overlay(f"{NAME}-4layer", hardware="mi355x", evidence="deepseek-v4-flash-4layer-mi355x-8")
 def pruned_mi355x() -> Changes:
     """One node, one stage."""
-    return {**_one_node(), **_rocm()}
+    return {**_one_node(), "rollout.layout.memory_fraction": (0.5, "its launcher's on ROCm"), **_rocm()}
 
 
 @overlay(f"{NAME}-4layer", hardware="h200", evidence="deepseek-v4-flash-4layer-8")

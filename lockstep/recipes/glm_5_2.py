@@ -91,6 +91,8 @@ def pruned() -> Changes:
         "eval.every": (0, "a smoke test"),
         "rollout.max_new_tokens": (100, "meaningless text need not be long"),
         "trainer.micro_batch_tokens": (2048, "sequences are short"),
+        "trainer.megatron.optimizer_offload_fraction": (1.0, "as its smoke test ran"),
+        "trainer.megatron.precision_aware_optimizer": (True, "Megatron offloads states of this optimizer alone"),
         "rollout.layout.memory_fraction": (0.7, "0.85 makes nearly all of the card cache: no room to check weights"),
     }
 

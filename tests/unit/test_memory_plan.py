@@ -18,7 +18,6 @@ from lockstep.topology.memory import MARGIN, NOT_MODELLED, compare_plans, plan_m
 from lockstep.topology.memory_records import PHASES, MemoryPlan
 from lockstep.topology.parameters import rank_parameters
 from lockstep.topology.records import Batch, EngineLayout, Job, TrainLayout, TrainMemory
-from lockstep.topology.rules import apply
 from lockstep.topology.trainer_memory import ASSUMED_TOKENS, micro_batch_tokens
 
 KNOWN = {known.name: known for known in known_layouts()}
@@ -102,79 +101,6 @@ def test_optimizer_states_of_all_ranks_are_twelve_bytes_a_parameter(
     assert on_devices == pytest.approx(expected * (1 - share), rel=1e-6, abs=1e4)
     in_hosts = sum(stage.host for stage in plan.stages) * world / pp
     assert in_hosts == pytest.approx(expected / width * 16 * share, rel=1e-6, abs=1e4)
-
-
-# --- reality: every known layout --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
-def test_a_known_layout_fits_or_the_plan_names_the_offload_it_must_have_used(known: KnownLayout) -> None:
-    plan = plan_memory(known.job)
-    refused = errors(plan)
-    if known.name == "deepseek-v4-flash-h100-64":
-        # Nobody is known to have run it: 4 devices at half their memory can't hold the published checkpoint.
-        assert not known.verified
-        assert set(refused) == {"engine-memory"}
-        return
-    assert set(refused) <= {"memory-fits"}
-    if refused:
-        repair = refused["memory-fits"]
-        assert "optimizer_offload_fraction" in repair.repair
-        assert not errors(plan_memory(apply(known.job, repair.changes)))
-
-
-def test_inkling_on_48_gb300_cannot_hold_its_optimizer_states() -> None:
-    known = KNOWN["inkling-gb300-48"]
-    plan = plan_memory(known.job)
-    worst = max(plan.stages, key=lambda stage: stage.total)
-    assert worst.weights + worst.gradients < 288e9 < worst.total
-    finding = errors(plan)["memory-fits"]
-    share = dict(finding.changes)["memory.optimizer_offload_fraction"]
-    assert 0.3 < share < 0.6
-    less = replace(known.job.memory, optimizer_offload_fraction=share - 0.05, precision_aware_optimizer=True)
-    assert "memory-fits" in found(plan_memory(replace(known.job, memory=less))), "a smaller share would have done"
-
-
-def test_the_two_settings_of_v4_flash_on_32_mi355x_differ_by_cache_and_activations() -> None:
-    """miles changed tp 8 → 4, mem fraction 0.7 → 0.5 and answers of 4096 → 8192 tokens at once (miles#2139). Both keep
-    75 % of the optimizer's states in host memory and the trainer on the device, so neither explains the fraction."""
-    old, new = (KNOWN[name].job for name in ("deepseek-v4-flash-mi355x-32-tp8", "deepseek-v4-flash-mi355x-32"))
-    assert old.memory == new.memory
-    before, after = plan_memory(old), plan_memory(new)
-    assert not before.findings
-    assert not after.findings
-    # Experts are nearly all of a stage and divided by ep 8 in both: the trainer's own state hardly moves.
-    assert before.stages[0].total == pytest.approx(after.stages[0].total, rel=0.02)
-    # Half the tensor parallelism and twice the answer: four times the activations of a device.
-    activations = [plan.phase("train").item("activations") for plan in (before, after)]
-    assert activations[0] is not None
-    assert activations[1] is not None
-    assert activations[1].num_bytes == pytest.approx(4 * activations[0].num_bytes, rel=0.05)
-    text = compare_plans(before, after)
-    assert "trainer activations: 1.0 GB → 3.9 GB" in text
-    assert "engine key/value cache: 51.9 GB → 14.4 GB" in text
-    # The fraction alone gives a fifth of what is free back while engines generate.
-    assert new.engine is not None
-    kept = plan_memory(replace(new, engine=replace(new.engine, memory_fraction=0.7)))
-    freed = kept.phase("generate").total_bytes - after.phase("generate").total_bytes
-    assert freed == pytest.approx(0.2 * 173.6e9, rel=5e-3)
-    # Nothing that the plan counts needs it: 0.7 would fit at tp 4 too. docs/plan.md says so.
-    assert not kept.findings
-
-
-def test_v4_flash_on_32_mi355x_needs_the_offload_of_its_states() -> None:
-    """With all states on the device the trainer leaves SGLang too little to load its weights, at 0.5, 0.7 or 0.95."""
-    for name, states in (("deepseek-v4-flash-mi355x-32-tp8", "111.6 GB"), ("deepseek-v4-flash-mi355x-32", "110.4 GB")):
-        known = KNOWN[name].job
-        assert known.engine is not None
-        plain = replace(known.memory, optimizer_offload_fraction=0.0, precision_aware_optimizer=False)
-        for share in (0.5, 0.7, 0.95):
-            engine = replace(known.engine, memory_fraction=share)
-            whole = plan_memory(replace(known, memory=plain, engine=engine))
-            assert found(whole)
-            if share < 0.95:
-                assert "engine-memory" in errors(whole)
-            assert f"trainer optimizer states: {states} → 27." in compare_plans(whole, plan_memory(known))
 
 
 def test_equal_plans_have_nothing_to_compare() -> None:
