@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.lanes.catalogue import Catalogue
 from lockstep.lanes.errors import LanesError
-from lockstep.lanes.read import files_of_tests, is_test_file
+from lockstep.lanes.read import files_of_tests, is_test_file, python_files
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -99,7 +99,7 @@ class ImportGraph:
     def build(cls, root: Path, catalogue: Catalogue) -> ImportGraph:
         """Read the packages through grimp and the Python files below the test paths by their source."""
         edges = _package_edges(root, catalogue.packages)
-        sources = sorted({path for name in catalogue.test_paths for path in _python_files(root / name)})
+        sources = sorted({path for name in catalogue.test_paths for path in python_files(root / name)})
         sources += [path for path in _conftests_above(root, catalogue.test_paths) if path not in sources]
         for path in sources:
             name = path.relative_to(root).as_posix()
@@ -200,15 +200,11 @@ def _conftests_above(root: Path, test_paths: Sequence[str]) -> list[Path]:
     return sorted(path for folder in folders if (path := folder / "conftest.py").is_file())
 
 
-def _python_files(folder: Path) -> list[Path]:
-    return [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
-
-
 def _imports(path: Path, root: Path) -> set[str]:
     """Files of the project that a test-side file imports, ``__init__`` files on the way included."""
     try:
-        module = ast.parse(path.read_text(encoding="utf-8"))
-    except SyntaxError:
+        module = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
         return set()  # read_tests reports it
     names: set[str] = set()
     here = path.parent.relative_to(root).parts

@@ -15,7 +15,7 @@ from lockstep.lanes.errors import LanesError
 from lockstep.lanes.evidence import Run
 from lockstep.lanes.history import History, drifts, junit_key
 from lockstep.lanes.plan import Project
-from lockstep.lanes.read import is_test_file
+from lockstep.lanes.read import is_test_file, python_files
 from lockstep.lanes.status import last_results, status
 
 Kind = Literal["disabled", "flaky", "mis-estimated", "never run", "orphaned", "gates", "left behind"]
@@ -142,9 +142,10 @@ def orphans(project: Project, recipes: Sequence[str]) -> list[str]:
 def uncollected_files(project: Project) -> list[str]:
     """Files that look like tests and lie where, or are named as, no lane collects them."""
     paths = [path.rstrip("/") for path in project.catalogue.test_paths]
+    everywhere = "." in paths
     lines: list[str] = []
     for name in _python_files(project.root):
-        inside = any(name == path or name.startswith(path + "/") for path in paths)
+        inside = everywhere or any(name == path or name.startswith(path + "/") for path in paths)
         if inside and is_test_file(Path(name).name):
             continue
         if is_test_file(Path(name).name):
@@ -171,13 +172,13 @@ def _python_files(root: Path) -> list[str]:
     try:
         return sorted(git(root, "ls-files", "--cached", "--others", "--exclude-standard", "*.py").splitlines())
     except LanesError:
-        return sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+        return [path.relative_to(root).as_posix() for path in python_files(root)]
 
 
 def _has_tests(path: Path) -> bool:
     try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, OSError):
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
         return False
     functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return any(

@@ -56,9 +56,7 @@ def literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         if None in node.keys:
             raise ValueError("is not literal: ** hides what is declared", node.lineno)
-        return {
-            literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None
-        }
+        return {_key(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None}
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Disabled":
         names = ("reason", "issue", "expires")
         given = dict(zip(names, node.args, strict=False)) | {word.arg or "**": word.value for word in node.keywords}
@@ -72,6 +70,13 @@ def literal(node: ast.expr) -> Any:
         raise ValueError(
             f"is not literal: {text[:60]}; write the value itself, it is read without running the file", node.lineno
         ) from None
+
+
+def _key(node: ast.expr) -> Any:
+    key = literal(node)
+    if not isinstance(key, str):
+        raise ValueError(f"has a key that is no text: {ast.unparse(node)[:60]}", node.lineno)
+    return key
 
 
 def _text(value: Any) -> str:

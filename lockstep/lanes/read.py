@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lockstep.lanes.declare import Declaration, FoundTest
@@ -16,6 +17,9 @@ from lockstep.lanes.fields import build_declaration
 
 FILE_PATTERNS = ("test_*.py", "*_test.py")
 """pytest's default ``python_files``; classes begin with ``Test`` and functions with ``test``, also its defaults."""
+
+LEFT_OUT = ("*.egg", ".*", "_darcs", "build", "CVS", "dist", "node_modules", "venv", "{arch}")
+"""pytest's default ``norecursedirs``; virtual environments are left out too."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -25,9 +29,23 @@ def files_of_tests(root: Path, test_paths: Sequence[str]) -> list[Path]:
     found: set[Path] = set()
     for name in test_paths:
         folder = root / name
-        candidates = [folder] if folder.is_file() else folder.rglob("*.py")
-        found |= {path for path in candidates if is_test_file(path.name)}
+        found |= {path for path in python_files(folder) if is_test_file(path.name)}
     return sorted(found)
+
+
+def python_files(folder: Path) -> list[Path]:
+    """Python files below a folder (or the file itself), sorted, without the folders that pytest leaves out."""
+    if folder.is_file():
+        return [folder]
+    found: list[Path] = []
+    for above, names, files in os.walk(folder):
+        names[:] = [name for name in names if not _is_left_out(Path(above, name))]
+        found += [Path(above, name) for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+def _is_left_out(folder: Path) -> bool:
+    return (folder / "pyvenv.cfg").exists() or any(fnmatch.fnmatchcase(folder.name, one) for one in LEFT_OUT)
 
 
 def is_test_file(name: str) -> bool:
@@ -41,23 +59,38 @@ def read_tests(root: Path, test_paths: Sequence[str]) -> tuple[list[FoundTest], 
     problems: list[str] = [f"test path {name} does not exist" for name in test_paths if not (root / name).exists()]
     for path in files_of_tests(root, test_paths):
         relative = path.relative_to(root).as_posix()
-        found, wrong = read_source(path.read_text(encoding="utf-8"), relative)
+        found, wrong = read_source(path.read_bytes(), relative)
         tests += found
         problems += wrong
     return tests, problems
 
 
-def read_source(text: str, path: str) -> tuple[list[FoundTest], list[str]]:
-    """Tests of one file's text, and what is wrong with its marks."""
+def read_source(text: str | bytes, path: str) -> tuple[list[FoundTest], list[str]]:
+    """Tests of one file's text (bytes: in the encoding that it declares), and what is wrong with its marks."""
     try:
         module = ast.parse(text)
     except SyntaxError as error:
-        return [], [f"{path}:{error.lineno}: not Python: {error.msg}"]
+        return [], [f"{path}:{error.lineno or 1}: not Python: {error.msg}"]
+    except ValueError as error:  # a null byte
+        return [], [f"{path}:1: not Python: {error}"]
     problems: list[str] = []
     outer = [value for value in _pytestmark(module) if _is_lane(value)]
     inherited = _declaration(outer, path, problems)
-    tests = list(_walk(module.body, path, "", inherited, None, problems))
+    tests = _without_twins(_walk(module.body, path, "", inherited, None, problems), problems)
     return tests, problems
+
+
+def _without_twins(tests: Iterable[FoundTest], problems: list[str]) -> list[FoundTest]:
+    """One test for each name: branches of an ``if`` may both define it, but then neither may say where it runs."""
+    kept: dict[str, FoundTest] = {}
+    for test in tests:
+        first = kept.setdefault(test.name, test)
+        if first is not test and first.declaration != test.declaration:
+            problems.append(
+                f"{test.where}: {test.name} has another lane mark than in line {first.line}; write one test, what "
+                "differs by hardware is data of its mark"
+            )
+    return list(kept.values())
 
 
 def _pytestmark(module: ast.Module) -> Iterator[ast.expr]:
@@ -106,10 +139,8 @@ def _walk(
     """Tests among statements. ``hidden``: why pytest collects nothing in this class, else None."""
     seen: dict[str, int] = {}
     for node in body:
-        if isinstance(node, ast.If | ast.Try):
-            inner = [*node.body, *node.orelse, *(node.finalbody if isinstance(node, ast.Try) else [])]
-            yield from _walk(inner, path, prefix, inherited, hidden, problems)
-            continue
+        for branch in _branches(node):
+            yield from _walk(branch, path, prefix, inherited, hidden, problems)
         if not isinstance(node, Function | ast.ClassDef):
             continue
         own = _declaration([mark for mark in node.decorator_list if _is_lane(mark)], path, problems)
@@ -137,6 +168,15 @@ def _walk(
             declaration=effective[0] if effective else None,
             never_collected=why or _no_parameters(node),
         )
+
+
+def _branches(node: ast.stmt) -> list[list[ast.stmt]]:
+    """Statement lists within a statement of which one may run and another not."""
+    if isinstance(node, ast.If):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.Try):
+        return [[*node.body, *node.orelse, *node.finalbody], *(handler.body for handler in node.handlers)]
+    return [node.body] if isinstance(node, ast.With) else []
 
 
 def _class_is_hidden(node: ast.ClassDef) -> str | None:

@@ -177,3 +177,43 @@ def test_reading_a_project_needs_no_pytest() -> None:
     code += "print(sorted(name for name in ('grimp', 'torch', 'pydantic') if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_branches_may_define_a_test_each_but_not_declare_it_differently() -> None:
+    body = "import os\nif os.name:\n    {0}def test_a(): pass\nelse:\n    {1}def test_a(): pass\n"
+    tests, problems = read_source(body.format("", ""), "tests/test_a.py")
+    assert ([test.name for test in tests], problems) == (["test_a"], [])
+    one, two = (mark("one", hardware).strip() + "\n    " for hardware in ('{"cuda": "h200"}', '{"rocm": "mi350"}'))
+    assert read_source(body.format(one, one), "tests/test_a.py")[1] == []
+    (problem,) = read_source(body.format(one, two), "tests/test_a.py")[1]
+    assert problem.startswith("tests/test_a.py:6: test_a has another lane mark than in line 3; write one test")
+
+
+def test_tests_in_a_handler_are_seen() -> None:
+    text = "try:\n    import x\nexcept ImportError:\n    def test_without(): pass\nelse:\n    def test_with(): pass\n"
+    assert {test.name for test in read_source(text, "tests/test_a.py")[0]} == {"test_with", "test_without"}
+
+
+def test_a_file_is_read_in_the_encoding_that_it_declares(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_old.py").write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\ndef test_old(): pass\n")
+    (folder / "test_wrong.py").write_bytes(b"X = 'caf\xe9'\ndef test_wrong(): pass\n")
+    (folder / "test_null.py").write_bytes(b"def test_null(): pass\0\n")
+    tests, problems = read_tests(tmp_path, ["tests"])
+    assert [test.name for test in tests] == ["test_old"]
+    assert [problem.partition(":")[0] for problem in problems] == ["tests/test_null.py", "tests/test_wrong.py"]
+
+
+def test_environments_and_hidden_folders_below_the_root_are_not_read(tmp_path: Path) -> None:
+    for name in ("test_a.py", ".tox/test_b.py", "build/test_c.py", "own-env/lib/test_d.py", "deep/er/test_e.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("def test_x(): pass\n")
+    (tmp_path / "own-env/pyvenv.cfg").write_text("")
+    assert {test.path for test in read_tests(tmp_path, ["."])[0]} == {"test_a.py", "deep/er/test_e.py"}
+
+
+def test_a_key_that_is_no_text_is_told() -> None:
+    (problem,) = problems_of(HEAD + mark("one", more="extra_args={['a']: []}") + "def test_a(): pass\n")
+    assert "extra_args has a key that is no text: ['a']" in problem
