@@ -8,9 +8,11 @@
     power = mean |log π_new − log π_old|        noise = mean |log π_new − log π_new'|
 
 A small difference proves nothing where the weights hardly moved: a stale engine would show the same. So the claim is
-*not checked (no power)* unless the power is at least ten times the noise **and** above the bound, for below it an
-engine that received nothing passes. The bound is the recipe's, or three times the noise where that is more: random
-tokens are improbable, and their log-probs round coarser than those of the sampled tokens that recipes judge.
+*not checked (no power)* unless the power is at least ten times the noise. A bound that the power does not exceed is one
+that an engine passes which received nothing: there the difference must stay below a tenth of the power instead. The
+bound is the recipe's, or three times the noise where that is more: random tokens are improbable, and their log-probs
+round coarser than those of the sampled tokens that recipes judge. It is never more than ten times the recipe's: an
+engine whose answers depend on what else is in the batch must not widen its own bound without end.
 
 Bytes can't replace this check: a shuffle that is applied twice, a stale copy of a derived tensor or a cache of the old
 version keep every parameter as it was sent.
@@ -36,6 +38,15 @@ EngineScore = Callable[[Seq[Sequence], Path], Mapping[str, LogProbs]]
 PATHS: tuple[Path, ...] = ("prefill", "decode")
 MIN_POWER_OVER_NOISE = 10.0
 BOUND_OVER_NOISE = 3.0
+MOST_OVER_BOUND = 10.0
+"""How far the engine's own noise may widen the bound that was given."""
+POWER_OVER_DIFFERENCE = 10.0
+"""What stands for a bound where a stale engine would pass the given one."""
+
+
+def fitting_bound(bound: float, power: float | None) -> float:
+    """``bound``, or a tenth of the power where that does not exceed it: a stale engine differs by about the power."""
+    return bound if power is None or power > bound else power / POWER_OVER_DIFFERENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,10 @@ class Behaviour:
     def before(self) -> None:
         """Score the engine as it is, for the power. An engine that can't be scored leaves the power unknown."""
         try:
-            self._old = self._flat(self._engine(self.probes.sequences, "prefill"))
+            old = self._flat(self._engine(self.probes.sequences, "prefill"))
+            if not np.isfinite(old).all():
+                raise ValueError(f"{int((~np.isfinite(old)).sum())} of {len(old)} log-probs were not finite")
+            self._old = old
         except (RuntimeError, ValueError) as error:
             self._old, self._no_old = None, f"the engine could not be scored before the refit: {error}"
 
@@ -96,9 +110,10 @@ class Behaviour:
         alone: dict[str, LogProbs] = {}
         for sequence in sequences:
             alone.update(self._engine([sequence], "prefill"))
-        finite = np.isfinite(new) & np.isfinite(decoded) & np.isfinite(wanted)
+        single = self._flat(alone)
+        finite = np.isfinite(new) & np.isfinite(decoded) & np.isfinite(wanted) & np.isfinite(single)
         prefill, decode = np.abs(new - wanted), np.abs(decoded - wanted)
-        noise = float(np.abs(new - self._flat(alone)).mean())
+        noise = float(np.abs(new - single).mean())
         self.measured = Measured(
             prefill_mean=float(prefill.mean()),
             prefill_max=float(prefill.max()),
@@ -106,7 +121,7 @@ class Behaviour:
             decode_max=float(decode.max()),
             power=None if self._old is None else float(np.abs(new - self._old).mean()),
             noise=noise,
-            bound=max(self.bound, BOUND_OVER_NOISE * noise) if np.isfinite(noise) else self.bound,
+            bound=self._widened(noise),
             num_tokens=len(new),
             num_nonfinite=int((~finite).sum()),
             coverage=self.probes.coverage.share,
@@ -130,14 +145,30 @@ class Behaviour:
         if m.power is None:
             return Claim("behaves", "not checked", f"no power: {self._no_old}; {shown}")
         ratio = f"power {m.power:.2g}, noise {m.noise:.2g}"
-        if m.power <= MIN_POWER_OVER_NOISE * m.noise or m.power <= m.bound:
-            needed = max(MIN_POWER_OVER_NOISE * m.noise, m.bound)
+        if m.power == 0:
+            ratio += " (the very answers of before: the same weights, or none that arrived)"
+        if m.power <= MIN_POWER_OVER_NOISE * m.noise:
+            needed = MIN_POWER_OVER_NOISE * m.noise
             return Claim("behaves", "not checked", f"no power: {ratio}, more than {needed:.2g} is needed; {shown}")
-        return Claim("behaves", "held", f"{shown}; {ratio}")
+        fitting = fitting_bound(m.bound, m.power)
+        if max(m.prefill_mean, m.decode_mean) > fitting:
+            return Claim(
+                "behaves",
+                "not checked",
+                f"no power: {ratio}, more than {m.bound:.2g} is needed, or a difference of {fitting:.2g}; {shown}",
+            )
+        tighter = f", which a stale engine would pass, and of {fitting:.2g}" if fitting < m.bound else ""
+        return Claim("behaves", "held", f"{shown}{tighter}; {ratio}")
+
+    def _widened(self, noise: float) -> float:
+        if not np.isfinite(noise):
+            return self.bound
+        return max(self.bound, min(BOUND_OVER_NOISE * noise, MOST_OVER_BOUND * self.bound))
 
     def _whose(self, m: Measured) -> str:
         if m.bound > self.bound:
-            return f" (three times the noise; {self.bound_of or 'given'}: {self.bound:g})"
+            times = "three times the noise" if m.bound < MOST_OVER_BOUND * self.bound else "ten times what was given"
+            return f" ({times}; {self.bound_of or 'given'}: {self.bound:g})"
         return f" ({self.bound_of})" if self.bound_of else ""
 
     def _flat(self, scored: Mapping[str, LogProbs]) -> np.ndarray:

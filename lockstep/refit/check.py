@@ -27,10 +27,10 @@ import torch
 from lockstep.config.schema import ModelSource
 from lockstep.interfaces import LogProbs, WeightSource
 from lockstep.model.adapter import num_experts, recorded_routes, routers, stacked_routes
-from lockstep.model.load import load_model, torch_dtype
+from lockstep.model.load import ModelError, load_model, torch_dtype
 from lockstep.model.weights import ModelWeights
 from lockstep.records import Claim, Sequence
-from lockstep.refit.behaves import PATHS, Behaviour, Measured
+from lockstep.refit.behaves import PATHS, Behaviour, Measured, fitting_bound
 from lockstep.refit.bisect import TOLERANCE, Difference, first_difference
 from lockstep.refit.names import as_checkpoint, named_for
 from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
@@ -122,7 +122,7 @@ def check_refit(
     context = min(getattr(config, "max_position_embeddings", None) or MAX_CONTEXT, MAX_CONTEXT)
     bound = BOUNDS[dtype] if bound is None else bound
     probes = make_probes(
-        lambda sequences: module_scores(model, sequences),
+        lambda sequences: _own_scores(model, sequences, dtype),
         vocab_size=config.vocab_size,
         num_experts=num_experts(model) if routers(model) else 0,
         context=context,
@@ -130,6 +130,7 @@ def check_refit(
         padding_id=config.pad_token_id,
         seed=seed,
     )
+    _own_scores(model, probes.sequences[:1], dtype)  # a dense model was not asked yet
     say(f"{probes.num_tokens} probe tokens through {probes.coverage.text()}")
     options = {"dtype": dtype, "context": context}
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as temporary:
@@ -181,7 +182,8 @@ def _round(
         except RefitError as error:
             refused, claims = ("", error.receipt.claims) if error.receipt else (str(error), ())
     failed = bool(refused) or any(claim.status == "failed" for claim in claims)
-    claims = (*claims, _claim_disk(subject, disk, probes, bound, refused, failed and not plain_push))
+    fitting = fitting_bound(bound, behaves.measured.power if behaves.measured else None)
+    claims = (*claims, _claim_disk(subject, disk, probes, fitting, refused, failed and not plain_push))
     first = None
     if not refused and any(claim.status == "failed" for claim in claims):
         tokens = max(probes.sequences, key=lambda s: len(s.tokens)).tokens
@@ -229,7 +231,11 @@ def _claim_disk(subject: Subject, disk: _Disk, probes: Probes, bound: float, ref
     found = []
     for path in PATHS:
         ours = subject.engine.score(probes.sequences, path)
-        theirs = disk.subject().engine.score(probes.sequences, path)
+        try:
+            theirs = disk.subject().engine.score(probes.sequences, path)
+        except RuntimeError as error:
+            # DeepSeek-V4 in bfloat16: from disk transformers keeps norms in float32 that its linears don't take.
+            return Claim("disk", "not checked", f"a fresh engine loaded from disk can't score at all: {error}")
         d = np.concatenate(
             [
                 np.abs(ours[s.sequence_id].logprobs - theirs[s.sequence_id].logprobs)[s.loss_mask]
@@ -237,7 +243,7 @@ def _claim_disk(subject: Subject, disk: _Disk, probes: Probes, bound: float, ref
             ]
         )
         found.append((path, float(d.mean())))
-    shown = ", ".join(f"{path} {value:.2g}" for path, value in found) + f" against a bound of {bound:g}"
+    shown = ", ".join(f"{path} {value:.2g}" for path, value in found) + f" against a bound of {bound:.2g}"
     held = all(value <= bound for _, value in found)  # NaN is not
     return Claim("disk", "held" if held else "failed", f"a fresh engine loaded from disk: {shown}")
 
@@ -256,6 +262,16 @@ def module_scores(model: Any, sequences: Seq[Sequence]) -> dict[str, LogProbs]:
         routes = stacked_routes([layer[0] for layer in records], experts) if experts else None
         scored[sequence.sequence_id] = LogProbs(logprobs, 0, routes)
     return scored
+
+
+def _own_scores(model: Any, sequences: Seq[Sequence], dtype: str) -> dict[str, LogProbs]:
+    """Raises ModelError where transformers' forward does not run in this dtype."""
+    try:
+        return module_scores(model, sequences)
+    except RuntimeError as error:
+        raise ModelError(
+            f"transformers' own forward of {type(model).__name__} fails in {dtype}: {error}; try another --dtype"
+        ) from error
 
 
 def _folder(model: Any, weights: WeightSource | None, folder: Path) -> Path:

@@ -208,13 +208,16 @@ def test_log_probs_that_are_not_finite_fail() -> None:
     assert "1 of" in claim.detail
 
 
-def test_a_bound_above_the_power_is_no_check() -> None:
-    """A stale engine would pass it: below the bound nothing can fail."""
+def test_a_bound_above_the_power_is_not_what_is_held_to() -> None:
+    """A stale engine would pass it: below the bound nothing can fail. A tenth of the power stands for it."""
     trainer, engine = make_pair("llama")
     check = check_of(trainer, engine, bound=100.0)
     claim = refit(trainer.weights(), engine.receiver(), behaves=check)["behaves"]
-    assert claim.status == "not checked"
-    assert "more than 1e+02 is needed" in claim.detail
+    assert claim.status == "held"
+    assert "which a stale engine would pass, and of " in claim.detail
+    deaf: Any = Deaf(engine.receiver())
+    check = check_of(trainer, engine, bound=100.0)
+    assert refit(trainer.weights(), deaf, behaves=check)["behaves"].status == "not checked"
 
 
 def test_an_engine_that_cannot_be_scored_before_leaves_the_power_unknown() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lockstep.cli import app
-from lockstep.config.schema import RandomModel
+from lockstep.config.schema import PathModel, RandomModel
 from lockstep.driver.refit_commands import named_model
+from lockstep.model.load import ModelError, load_model
 from lockstep.model.tiny import tiny_names, tiny_source
 from lockstep.refit.check import as_text, check_refit
 from lockstep.rollout.receiver import TorchReceiver
@@ -52,6 +53,33 @@ def test_the_embedded_engine_passes_for_every_architecture(name: str) -> None:
         assert one.measured.power > 0.1
     assert result.first is None
     assert "every claim held, twice" in as_text(result)
+
+
+def test_in_bfloat16_the_bound_fits_the_power_of_a_tiny_model() -> None:
+    """Its log-probs hardly depend on its weights: a bound of 0.1 is one that a stale engine would pass."""
+    result = check_refit(tiny("tiny-qwen3-moe"), "torch", dtype="bfloat16")
+    assert result.ok, as_text(result)
+    measured = result.rounds[1].measured
+    assert measured is not None
+    assert measured.power is not None
+    assert max(measured.prefill_mean, measured.decode_mean) <= measured.power / 10 < 0.1
+
+
+@pytest.mark.slow
+def test_a_model_that_transformers_cannot_compute_is_reported_and_no_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """DeepSeek-V4 in bfloat16: loaded from disk it has norms in float32 before linears in bfloat16."""
+    code, text = command(capsys, "tiny-deepseek-v4", "--dtype", "bfloat16")
+    assert code == 1
+    assert "can't score at all" in text
+
+
+def test_a_folder_that_transformers_cannot_compute_is_bad_usage(tmp_path: Path) -> None:
+    model = load_model(tiny("tiny-deepseek-v4"), torch.float32)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="fails in bfloat16: expected m1 and m2"):
+        check_refit(PathModel(path=str(tmp_path)), "torch", dtype="bfloat16")
 
 
 def test_a_plain_push_without_a_manifest_is_found_by_the_first_module_that_kept_its_weights() -> None:
