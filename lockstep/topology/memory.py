@@ -35,6 +35,7 @@ from lockstep.topology.module_memory import (
 )
 from lockstep.topology.pipeline import SplitError, split_layers
 from lockstep.topology.records import Finding, Job
+from lockstep.topology.rules_placement import sizes_below_one
 from lockstep.topology.trainer_memory import overhead_items, phase_items, stage_memory, static_items
 
 __all__ = ["MARGIN", "NOT_MODELLED", "compare_plans", "plan_memory", "plan_text"]
@@ -66,7 +67,12 @@ class _Trainer:
 
 
 def plan_memory(job: Job) -> MemoryPlan:
-    """Plan ``job``. A layout that does not fit, or can't be split, is reported in ``findings``, never raised."""
+    """Plan ``job``. A layout that does not fit, or can't be split, is reported in ``findings``, never raised; sizes
+    that are none leave a plan without phases and an error."""
+    if wrong := _no_sizes(job):
+        text = ", ".join(f"{path} = {value:g}" for path, value in wrong.items())
+        finding = Finding("memory-sizes", "error", f"memory is not planned: {text}", "sizes are at least 1")
+        return MemoryPlan(job.name, job.hardware.memory_bytes, (), (), (), None, MARGIN, NOT_MODELLED, (finding,))
     findings: list[Finding] = []
     trainer = _trainer(job, findings)
     held = _held_while_generating(job, trainer)
@@ -84,6 +90,24 @@ def plan_memory(job: Job) -> MemoryPlan:
     )
     findings += engine.findings if engine else ()
     return replace(plan, findings=(*findings, *fit_findings(job, plan)))
+
+
+def _no_sizes(job: Job) -> dict[str, float]:
+    """Numbers by path that no plan can be made of."""
+    model, batch, memory = job.model, job.batch, job.memory
+    wrong: dict[str, float] = dict(sizes_below_one(job))
+    counts = {f"model.{name}": getattr(model, name) for name in ("num_layers", "hidden", "num_heads", "head_dim")}
+    counts["memory.recompute_num_layers"] = memory.recompute_num_layers
+    if batch is not None:
+        counts["batch.logprob_chunk_tokens"] = batch.logprob_chunk_tokens
+        counts["batch.prompt_tokens"] = batch.prompt_tokens or None  # no prompt: pre-training
+        counts["batch.response_tokens"] = batch.response_tokens or (
+            None if batch.prompt_tokens else batch.response_tokens
+        )
+    wrong |= {path: value for path, value in counts.items() if value is not None and value < 1}
+    if not 0 <= memory.optimizer_offload_fraction <= 1:
+        wrong["memory.optimizer_offload_fraction"] = memory.optimizer_offload_fraction
+    return wrong
 
 
 def _trainer(job: Job, findings: list[Finding]) -> _Trainer | None:

@@ -13,6 +13,7 @@ get_transformer_layer_offset; pipeline_parallel_layer_layout.py: PipelineParalle
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -40,8 +41,11 @@ def parse_layout(text: str) -> StageLayout:
     ``(..)*n`` expanded before ``x*n``. Raises ``SplitError`` on anything else."""
     expanded = text.replace(",", "").replace(" ", "")
     while match := re.search(r"\(([^()]*)\)\*(\d+)", expanded):
-        expanded = expanded[: match.start()] + match[1] * int(match[2]) + expanded[match.end() :]
-    expanded = re.sub(r"([EtmL])\*(\d+)", lambda match: match[1] * int(match[2]), expanded)
+        expanded = expanded[: match.start()] + _times(match) + expanded[match.end() :]
+    repeated = [int(count) if len(count) < 6 else _MAX_ELEMENTS for count in re.findall(r"[EtmL]\*(\d+)", expanded)]
+    if sum(repeated) >= _MAX_ELEMENTS:
+        raise SplitError(f'layout string "{text[:40]}" has {_TOO_MANY}')
+    expanded = re.sub(r"([EtmL])\*(\d+)", _times, expanded)
     if wrong := sorted(set(expanded) - set("EtmL|")):
         raise SplitError(f'layout string "{text}" has {", ".join(wrong)}: its elements are E, t, m, L and |')
     stages = expanded.split("|")
@@ -56,12 +60,26 @@ def parse_layout(text: str) -> StageLayout:
     )
 
 
+def _times(match: re.Match[str]) -> str:
+    """A repeated part written out; raises ``SplitError`` where that is longer than any layout."""
+    count = int(match[2]) if len(match[2]) < 6 else _MAX_ELEMENTS
+    if len(match[1]) * count >= _MAX_ELEMENTS:
+        raise SplitError(f'layout string "…{match[0][:40]}…" has {_TOO_MANY}')
+    return match[1] * count
+
+
+_MAX_ELEMENTS = 1 << 16
+_TOO_MANY = f"more than {_MAX_ELEMENTS} elements, which no model has"
+
+
 def virtual_stages(num_layers: int, layout: TrainLayout) -> int:
     """Chunks per pipeline rank, however they are written. Raises ``SplitError`` where they don't come out whole."""
     switches = layout.switches
     if switches.pipeline_layout is not None:
         return _quotient(len(parse_layout(switches.pipeline_layout).decoder), layout.pp, "stages of the layout string")
-    if layers := switches.layers_per_virtual_stage:
+    if (layers := switches.layers_per_virtual_stage) is not None:
+        if layers < 1:
+            raise SplitError(f"virtual stages of {layers} layers: they have at least 1")
         counted = num_layers + layout.account_for_embedding + layout.account_for_loss
         per_rank = _quotient(counted, layout.pp, "layers")
         if per_rank % layers:
@@ -117,10 +135,15 @@ def starts(counts: Sequence[int]) -> tuple[int, ...]:
 def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] = ()) -> list[TrainLayout]:
     """Every legal way to give the end stages' layers (or none): the nearest to the layout's own split first, where
     that gives none the most even one, with the smaller stage last. ``allowed_starts``: layers on which a stage may
-    begin, empty for any.
+    begin, empty for any. Of very deep models only splits near those two are tried.
 
     Example: 43 layers, pp 4, nothing given: ``last_stage_layers`` 10 comes first.
     """
+    return list(_splits(num_layers, layout, tuple(allowed_starts)))
+
+
+@functools.lru_cache(maxsize=64)
+def _splits(num_layers: int, layout: TrainLayout, allowed_starts: tuple[int, ...]) -> tuple[TrainLayout, ...]:
     bare = replace(
         layout,
         first_stage_layers=None,
@@ -132,7 +155,7 @@ def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] =
     )
     wanted, scale = _wanted(num_layers, layout)
     found: list[tuple[tuple[int, ...], TrainLayout]] = []
-    for first, last in _end_sizes(num_layers, layout.pp):
+    for first, last in _end_sizes(num_layers, layout):
         candidate = replace(bare, first_stage_layers=first, last_stage_layers=last)
         try:
             counts = stage_counts(num_layers, candidate)
@@ -144,7 +167,7 @@ def splits(num_layers: int, layout: TrainLayout, allowed_starts: Sequence[int] =
         distance = sum((held * scale - want) ** 2 for held, want in zip(ranks, wanted, strict=True))
         order = (distance, max(ranks)) if _is_given(layout) else (max(ranks), distance)
         found.append(((*order, (first is not None) + (last is not None), ranks[-1]), candidate))
-    return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]
+    return tuple(candidate for _, candidate in sorted(found, key=lambda entry: entry[0]))
 
 
 def _is_given(layout: TrainLayout) -> bool:
@@ -152,20 +175,36 @@ def _is_given(layout: TrainLayout) -> bool:
     return bool(layout.stage_layers) or (layout.first_stage_layers, layout.last_stage_layers) != (None, None)
 
 
-def _end_sizes(num_layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
+_MAX_SIZES = 128
+"""Numbers of layers that are tried for one stage; no catalogued model has more."""
+
+
+def _end_sizes(num_layers: int, layout: TrainLayout) -> Iterator[tuple[int | None, int | None]]:
     """Layers of the first and last stage worth trying: unset, or any number that leaves some for the others."""
+    pp, share = layout.pp, num_layers // layout.pp
+    first_given, last_given = layout.first_stage_layers, layout.last_stage_layers
     yield None, None
     if pp == 1:
         return
-    for size in range(1, num_layers):
+    for size in _near(range(1, num_layers), share, first_given, last_given):
         yield None, size
         yield size, None
     if pp == 2:
-        yield from ((first, num_layers - first) for first in range(1, num_layers))
+        for first in _near(range(1, num_layers), share, first_given):
+            yield first, num_layers - first
         return
-    for middle in range(1, (num_layers - 2) // (pp - 2) + 1):
+    for middle in _near(range(1, (num_layers - 2) // (pp - 2) + 1), share):
         ends = num_layers - middle * (pp - 2)
-        yield from ((first, ends - first) for first in range(1, ends))
+        yield from ((first, ends - first) for first in _near(range(1, ends), ends // 2, first_given))
+
+
+def _near(sizes: range, *centres: int | None) -> Sequence[int]:
+    """All of ``sizes``, or where they are very many those nearest to the centres that are given."""
+    if len(sizes) <= _MAX_SIZES:
+        return sizes
+    known = [centre for centre in centres if centre is not None]
+    half = _MAX_SIZES // (2 * len(known))
+    return sorted({size for centre in known for size in range(centre - half, centre + half) if size in sizes})
 
 
 def _wanted(num_layers: int, layout: TrainLayout) -> tuple[list[int], int]:

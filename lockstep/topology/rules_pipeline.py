@@ -236,7 +236,10 @@ def pipeline_string(job: Job) -> str | None:
         return None
     if problem := _split_problem(job):
         return f'"{text}": {problem} (pp {train.pp})'
-    return f'"{text}": {misplaced}' if (misplaced := _misplaced(job, text)) else None
+    try:
+        return f'"{text}": {misplaced}' if (misplaced := _misplaced(job, text)) else None
+    except SplitError as error:  # the split is written in several ways, one of which is no split
+        return str(error)
 
 
 def _misplaced(job: Job, text: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -256,3 +258,37 @@ def test_splits_come_nearest_first() -> None:
     assert (bare.first_stage_layers, bare.last_stage_layers) == (4, 3)
     asked = splits(78, TrainLayout(pp=4, first_stage_layers=30, last_stage_layers=10))[0]
     assert stage_counts(78, asked) == (30, 19, 19, 10)
+
+
+def test_a_string_that_is_no_layout_beside_another_spelling_is_two_violations() -> None:
+    switches = MegatronSwitches(pipeline_layout="Et*9|x|tL", layers_per_virtual_stage=3)
+    job = replace(megatron(DENSE, pp=4), train=TrainLayout(backend="megatron", pp=4, switches=switches))
+    found = {finding.rule: finding.message for finding in check_layout(job)}
+    assert "has x: its elements are E, t, m, L and |" in found["pipeline-string"]
+    assert "virtual-spelling" in found
+
+
+@pytest.mark.parametrize("text", ["Et*999999999|L", "E(t*9999)*9999|L", "E" + "(t*9)*99999|L"])
+def test_a_layout_string_of_endless_repetitions_is_refused(text: str) -> None:
+    with pytest.raises(SplitError, match="more than 65536 elements"):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_virtual_stages_have_a_layer_at_least(layers: int) -> None:
+    layout = TrainLayout(backend="megatron", pp=4, switches=MegatronSwitches(layers_per_virtual_stage=layers))
+    with pytest.raises(SplitError, match=f"virtual stages of {layers} layers"):
+        stage_counts(48, layout)
+
+
+@pytest.mark.parametrize("pp", [2, 7, 11, 37])
+def test_splits_of_very_deep_models_are_found_in_bounded_time(pp: int) -> None:
+    """Every pair of end stages of 1440 layers is a million splits: near the even one there are enough."""
+    began = time.process_time()
+    layout = TrainLayout(backend="megatron", pp=pp)
+    found = splits(1441, layout)
+    assert time.process_time() - began < 5
+    assert sum(stage_counts(1441, found[0])) == 1441
+    assert max(stage_counts(1441, found[0])) == -(-1441 // pp)
+    given = replace(layout, first_stage_layers=3)
+    assert abs((splits(1441, given)[0].first_stage_layers or 0) - 3) <= 1

@@ -23,6 +23,14 @@ from lockstep.topology.trainer_memory import ASSUMED_TOKENS, micro_batch_tokens
 KNOWN = {known.name: known for known in known_layouts()}
 BATCH = Batch(num_prompts=32, group_size=8, prompt_tokens=1024, response_tokens=3072, max_tokens_per_gpu=4096)
 
+SIZES = [
+    *("nodes", "gpus_per_node", "train.tp", "train.pp", "train.cp", "train.ep", "train.etp", "train.virtual_stages"),
+    *("train.switches.layers_per_virtual_stage", "memory.recompute_num_layers", "batch.prompt_tokens"),
+    *("batch.response_tokens", "batch.max_tokens_per_gpu", "batch.micro_batch", "batch.global_batch", "engine.tp"),
+    *("engine.pp", "engine.dp", "engine.ep", "engine.gpus_per_engine", "model.num_layers", "model.hidden"),
+    *("batch.optimizer_steps", "batch.group_size", "batch.logprob_chunk_tokens", "model.head_dim"),
+]
+
 
 def job_of(model: str, device: str, nodes: int, per_node: int, **more: Any) -> Job:
     """A Megatron job; settings of the layout by name, ``memory``, ``engine`` and ``batch`` whole."""
@@ -295,3 +303,17 @@ def test_a_cpu_has_no_limit_to_exceed() -> None:
 def test_planning_needs_no_torch() -> None:
     code = "import sys, lockstep.topology.memory, lockstep.topology.shapes; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.sampled_from(SIZES), st.integers(-2, 0))
+def test_sizes_that_are_none_are_an_error_and_never_an_exception(path: str, size: int) -> None:
+    engine = EngineLayout(engine="sglang", gpus_per_engine=8, tp=8)
+    memory = TrainMemory(recompute="full", recompute_method="uniform", recompute_num_layers=1)
+    job = job_of("qwen3-30b-a3b", "h200", 1, 8, ep=8, engine=engine, batch=BATCH, memory=memory)
+    plan = plan_memory(apply(job, ((path, size),)))
+    if plan.phases:
+        assert size == 0, "a number that may be left out"
+        assert all(phase.total_bytes > 0 for phase in plan.phases)
+    else:
+        assert [finding.rule for finding in plan.findings] == ["memory-sizes"]
+        assert f"{path} = {size}" in plan.findings[0].message
