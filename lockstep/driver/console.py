@@ -17,11 +17,11 @@ class Console:
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._stderr = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._stderr = rich.console.Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def say(self, text: str) -> None:
-        """A sentence for the person who watches; text from outside is not markup."""
-        self._stderr.print(text, markup=False)
+        """A sentence for the person who watches; text from outside is neither markup nor an emoji's name."""
+        self._stderr.print(text)
 
     def step(self, row: Row, num_steps: int) -> None:
         """The step's line, its verdict's sentence if it is not a pass, and the held-out result if there is one."""
@@ -50,5 +50,6 @@ def heldout_text(row: Mapping[str, object]) -> str:
     words = {"eval/accuracy": "correct", "eval/format": "in the asked form", "eval/truncated": "cut off"}
     told = [f"{row[key]:.3f} {word}" for key, word in words.items() if key in row]
     if row.get("eval/unscored"):
-        told.append(f"{row['eval/unscored']} of {row['eval/problems']} without a score: {row.get('eval/first_error')}")
+        why = row.get("eval/first_error", "every reward abstained")
+        told.append(f"{row['eval/unscored']} of {row['eval/problems']} without a score: {why}")
     return ", ".join(told or ["no score"])

@@ -38,7 +38,7 @@ SHOWN = ("abs_diff/mean", "abs_diff/p99", "abs_diff/max", "k3")
 
 def say(text: str) -> None:
     """A sentence for the person who watches, on stderr."""
-    rich.console.Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    rich.console.Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False).print(text)
 
 
 def print_table(title: str, columns: Seq[str], rows: Seq[Seq[str]]) -> None:
@@ -48,9 +48,9 @@ def print_table(title: str, columns: Seq[str], rows: Seq[Seq[str]]) -> None:
         table.add_column(column, justify="left" if index == 0 or column in ("isolates", "judgement") else "right")
     for row in rows:
         table.add_row(*row)
-    console = rich.console.Console(highlight=False)
+    console = rich.console.Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = rich.console.Console(highlight=False, width=WIDTH_IN_A_FILE)
+        console.width = WIDTH_IN_A_FILE
     console.print(table)
 
 

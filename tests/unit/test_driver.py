@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.driver.console import Console, heldout_text
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
+from lockstep.driver.parity_commands import print_table
 from lockstep.driver.progress import Progress
 from lockstep.driver.rows import (
     duplicate_share,
@@ -133,3 +135,19 @@ def test_a_rollout_is_never_split_over_optimizer_steps(num_steps: int) -> None:
     assert sum(len(owner) for owner in owners) == 4
     assert len(parts) == min(num_steps, 4)
     assert split_for_optimizer([], num_steps) == []
+
+
+def test_text_from_outside_is_printed_letter_by_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "  3 samples have no score, first: my:boom: ValueError: [red] :smile: [/red]"
+    Console().say(told)
+    print_table("a:boom:b", ["factor"], [["env[bold]:fire:"]])
+    captured = capsys.readouterr()
+    assert captured.err == told + "\n"
+    assert "a:boom:b" in captured.out
+    assert "env[bold]:fire:" in captured.out
+
+
+def test_a_held_out_result_without_a_score_says_why() -> None:
+    row = {"eval/problems": 4, "eval/unscored": 4}
+    assert heldout_text(row) == "4 of 4 without a score: every reward abstained"
+    assert heldout_text(row | {"eval/first_error": "my:own: it broke"}) == "4 of 4 without a score: my:own: it broke"
