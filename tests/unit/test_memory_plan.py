@@ -46,10 +46,6 @@ def errors(plan: MemoryPlan) -> dict[str, Any]:
     return {finding.rule: finding for finding in plan.findings if finding.severity == "error"}
 
 
-def found(plan: MemoryPlan) -> dict[str, Any]:
-    return {finding.rule: finding for finding in plan.findings if "within the margin" not in finding.message}
-
-
 # --- static memory: DeepSeek-V4-Flash on three kinds of device --------------------------------------------------------
 
 
