@@ -43,6 +43,8 @@ class Arrivals:
     def handle(self, message: dict[str, Any], receiver: WeightReceiver, manifest: Manifest) -> dict[str, Any]:
         """Take one message of a sender. Raises TransferError by name for whatever is not as announced."""
         kind = message["kind"]
+        if kind == "wait":
+            return {}  # the sender prepares: whoever counts its silence begins anew
         if kind == "open":
             return self._open(message, manifest)
         if self._transfer is None:

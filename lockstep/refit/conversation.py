@@ -1,6 +1,6 @@
 """What a sender says to the receiver's end of a transport, and how long it waits for each answer.
 
-    open ─▶   bucket 0 ─▶   bucket 1 ─▶   ◀─ digest of 0   bucket 2 ─▶   ◀─ digest of 1 …   close ─▶   ◀─ digest of all
+    wait ─▶ open ─▶ bucket 0 ─▶ bucket 1 ─▶ ◀─ digest of 0 bucket 2 ─▶ ◀─ digest of 1 … close ─▶ ◀─ digest of all
 
 At most ``IN_FLIGHT`` buckets are unanswered: a buffer is filled again only after the receiver has answered for what was
 in it. Every answer brings the digest that the receiver computed itself.
@@ -65,6 +65,10 @@ class Conversation:
     def open(self, message: dict[str, Any]) -> None:
         """Announce the transfer."""
         self._answer(self._peer.hand_over({**message, "kind": "open"}), "the opening of the transfer")
+
+    def still_here(self) -> None:
+        """Before the transfer is open: tell the receiver that it is being prepared, so that it goes on waiting."""
+        self._answer(self._peer.hand_over({"kind": "wait"}), "the word that the transfer is being prepared")
 
     def make_room(self) -> None:
         """Wait until less than ``IN_FLIGHT`` buckets are unanswered: call it before a buffer is filled again."""

@@ -1,23 +1,23 @@
 """Transport ``disk``: a folder that trainer and engine both see, on this machine or on a filer.
 
+    <folder>/lockstep-refit-<host>-<process>-<transfer>.lock       held by the sender while it lives (``folder_lock``)
     <folder>/lockstep-refit-<host>-<process>-<transfer>.partial/   bucket-00000.safetensors … manifest.json
     <folder>/lockstep-refit-<host>-<process>-<transfer>/           the same, renamed: who sees this name sees all of it
 
 ``manifest.json`` has the manifest and the digest of every bucket. Types of one byte (float8, e8m0) lie in the files as
 uint8; the manifest names their dtype. What was loaded is removed at once; what a killed sender left is removed by the
-next transfer from the same host. Nothing is synced to the medium: the weights of a refit need not outlive a power cut.
+next transfer through the same folder. While the files are written the receiver hears of every bucket, so that a long
+write is no silence. Nothing is synced to the medium: the weights of a refit need not outlive a power cut.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import secrets
-import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,10 +29,9 @@ from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.records import Manifest
 from lockstep.refit.buckets import TRAILER_BYTES, Bucket, Filler, TransferError, plan_buckets, seal
 from lockstep.refit.conversation import Conversation, peer_of
+from lockstep.refit.folder_lock import PARTIAL, PREFIX, clear_left_over, held
 from lockstep.refit.folder_reader import MANIFEST, bucket_file, travelling
 from lockstep.refit.transfer import Transfer, whole_tensors
-
-_PARTIAL = ".partial"
 
 
 class DiskTransport:
@@ -48,8 +47,8 @@ class DiskTransport:
         manifest = source.manifest()
         plan = plan_buckets(manifest, self._bucket_bytes)
         transfer_id = secrets.randbits(62)
-        with self._written(source, manifest, plan, transfer_id) as (folder, digests):
-            talk = Conversation(peer_of(receiver, manifest), self._timeout_s)
+        talk = Conversation(peer_of(receiver, manifest), self._timeout_s)
+        with self._written(source, manifest, plan, transfer_id, talk.still_here) as (folder, digests):
             talk.open({
                 "transport": self.name,
                 "transfer": transfer_id,
@@ -66,22 +65,25 @@ class DiskTransport:
 
     @contextmanager
     def _written(
-        self, source: WeightSource, manifest: Manifest, plan: tuple[Bucket, ...], transfer_id: int
+        self,
+        source: WeightSource,
+        manifest: Manifest,
+        plan: tuple[Bucket, ...],
+        transfer_id: int,
+        still_here: Callable[[], None],
     ) -> Iterator[tuple[Path, list[str]]]:
-        name = f"{_prefix()}{os.getpid()}-{transfer_id:016x}"
-        partial, final = self._folder / (name + _PARTIAL), (self._folder / name).absolute()
-        try:
+        name = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{transfer_id:016x}"
+        partial, final = self._folder / (name + PARTIAL), (self._folder / name).absolute()
+        with ExitStack() as cleared:
             with _writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _remove_left_over(self._folder)
+                clear_left_over(self._folder)
+                cleared.enter_context(held(self._folder, name))
                 partial.mkdir()
-            digests = _write_buckets(partial, source, manifest, plan, transfer_id)
+            digests = _write_buckets(partial, source, manifest, plan, transfer_id, still_here)
             with _writing(self._folder):
                 partial.rename(final)
             yield final, digests
-        finally:
-            for left in (partial, final):
-                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -93,30 +95,25 @@ def _writing(folder: Path) -> Iterator[None]:
         raise TransferError(f"the weights can't be written to {folder}: {error}") from error
 
 
-def _prefix() -> str:
-    return f"lockstep-refit-{socket.gethostname()}-"
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Transfers of processes of this host that are no more."""
-    for left in folder.glob(glob.escape(_prefix()) + "*"):
-        owner = left.name.removeprefix(_prefix()).split("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            shutil.rmtree(left)
-
-
 def _write_buckets(
-    folder: Path, source: WeightSource, manifest: Manifest, plan: tuple[Bucket, ...], transfer_id: int
+    folder: Path,
+    source: WeightSource,
+    manifest: Manifest,
+    plan: tuple[Bucket, ...],
+    transfer_id: int,
+    still_here: Callable[[], None],
 ) -> list[str]:
     buffer = torch.empty(max((bucket.num_bytes for bucket in plan), default=0) + TRAILER_BYTES, dtype=torch.uint8)
     filler = Filler(whole_tensors(source))
     digests: list[str] = []
     for bucket in plan:
+        still_here()
         sums = filler.fill(bucket, buffer)
         digests.append(seal(bucket, buffer, transfer=transfer_id, version=manifest.version, sums=sums))
         with _writing(folder):
             save_file({slot.spec.name: travelling(slot, buffer) for slot in bucket.slots}, bucket_file(folder, bucket))
     filler.finish()
+    still_here()
     described = {"transfer": transfer_id, "digests": digests, "manifest": asdict(manifest)}
     with _writing(folder):
         (folder / MANIFEST).write_text(json.dumps(described), encoding="utf-8")

@@ -37,6 +37,9 @@ from lockstep.rollout.wire import Channel, Frame, WireError
 _LIVE_BATCH_BYTES = 64 << 20
 """Live tensors of one answer: large enough that answers are few, small beside any model."""
 
+_OWNER_POLL_S = 0.5
+"""How often a process that is building its engine looks whether its owner is still there."""
+
 NO_WEIGHTS = "its weights are random: no refit has committed yet"
 
 Answer = tuple[Any, list[np.ndarray]]
@@ -358,6 +361,8 @@ def run(inlet: Inlet, derived: Callable[[], Any]) -> int:
     timeout_s = start.header["timeout_s"]
     if (threads := start.header["settings"].get("threads")) is not None:
         torch.set_num_threads(threads)
+    built = threading.Event()
+    threading.Thread(target=_end_with_owner, args=(check_owner, built), name="owner", daemon=True).start()
     try:
         with recorded_reads() as reads:
             engine = build_engine(start.header["settings"], derived)
@@ -369,5 +374,15 @@ def run(inlet: Inlet, derived: Callable[[], Any]) -> int:
         channel.send({"id": start.header["id"], "error": failed, "version": -1}, timeout_s=timeout_s)
         return 1
     channel.send({"id": start.header["id"], "value": started, "version": engine.version}, timeout_s=timeout_s)
+    built.set()  # from here on the server's own thread looks
     asyncio.run(server.serve(lambda: os._exit(0), check_owner))
     return 0
+
+
+def _end_with_owner(check_owner: Callable[[], None], built: threading.Event) -> None:
+    """While the engine is built nobody listens to the socket, and building may take minutes: end as the owner does."""
+    while not built.wait(_OWNER_POLL_S):
+        try:
+            check_owner()
+        except WireError:
+            os._exit(1)

@@ -411,6 +411,23 @@ def test_a_trainer_that_goes_silent_in_a_refit_is_given_up_there(doomed):
     assert largest_difference(trainer, engine, "decode") < 1e-5
 
 
+def test_a_disk_that_takes_longer_to_write_than_the_timeout_is_no_silence(doomed, tmp_path):
+    engine, trainer = doomed(2.0), make_trainer()
+    source = trainer.weights()
+    shards = source.shards
+
+    def slow() -> Iterator[Any]:
+        for shard in shards():
+            time.sleep(0.2)
+            yield shard
+
+    source.shards = slow
+    begun = time.monotonic()
+    run_refit(source, engine.receiver(), any_transport("disk", tmp_path, bucket_bytes=20_000), verify=False)
+    assert time.monotonic() - begun > 4
+    assert largest_difference(trainer, engine, "decode") < 1e-5
+
+
 def test_an_engine_that_hangs_while_nothing_is_in_flight_is_noticed_at_the_next_question(doomed):
     engine = doomed(1.0)
     os.kill(engine.process.process_id, signal.SIGSTOP)
@@ -447,6 +464,42 @@ def test_an_engine_ends_with_its_owner_in_the_middle_of_a_refit(number):
         owner.kill()
         owner.communicate()
     assert not [name for name in os.listdir("/dev/shm") if "lockstep" in name]
+
+
+BUILDING = """
+import os, sys, time
+from pathlib import Path
+from lockstep.refit.arrivals import Arrivals
+from lockstep.rollout import engine_process
+def build(*_):
+    Path({path!r}).write_text(str(os.getpid()))
+    time.sleep(600)
+engine_process.build_engine = build
+sys.exit(engine_process.run(Arrivals(), dict))
+"""
+OWNER_OF_BUILDING = """
+import sys
+from lockstep.rollout.process_link import EngineProcess
+EngineProcess([sys.executable, "-c", sys.argv[1]], {"engine": "torch"}, timeout_s=600)
+"""
+
+
+def test_an_engine_that_is_being_built_ends_with_its_owner(tmp_path):
+    """Nobody listens to the socket then, and a large engine is built for minutes."""
+    told = tmp_path / "pid"
+    code = BUILDING.format(path=str(tmp_path / "pid"))
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER_OF_BUILDING, code], cwd=root)
+    try:
+        assert wait_until(lambda: told.exists() and told.read_text() != "", 120)
+        child = int(told.read_text())
+        assert is_alive(child)
+        owner.kill()
+        owner.wait(30)
+        assert wait_until(lambda: not is_alive(child), 15), "the engine outlived its owner"
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_a_process_that_does_not_come_up_is_reported_with_its_last_words():

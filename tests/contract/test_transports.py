@@ -5,6 +5,8 @@ Here both ends are in one process, whatever the transport; ``test_engine_process
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -180,17 +182,44 @@ def test_nothing_is_left_after_a_transfer_or_a_failure(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_disk_transport_removes_what_a_killed_sender_left_and_nothing_else(tmp_path):
-    import socket
+KILLED = """
+import os, sys
+from pathlib import Path
+from lockstep.refit.folder_lock import held
+folder = Path(sys.argv[1])
+with held(folder, "lockstep-refit-host-12-00"):
+    (folder / "lockstep-refit-host-12-00.partial").mkdir()
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
-    dead = tmp_path / f"lockstep-refit-{socket.gethostname()}-{2**22 + 1}-00.partial"
-    elsewhere, others = tmp_path / "lockstep-refit-another.host-12-00", tmp_path / "version-7"
-    for folder in (dead, elsewhere, others):
-        folder.mkdir()
+
+def test_the_disk_transport_removes_what_a_killed_sender_left_and_nothing_of_the_living(tmp_path):
+    """Which process is meant, the lock says: a container's process 12 is not another's."""
+    others = tmp_path / "version-7"
+    others.mkdir()
     tensors, groups = some_tensors()
-    receiver = RecordingReceiver(zeros_like(tensors))
-    run_refit(TensorSource(tensors, 1, groups), receiver, any_transport("disk", tmp_path), verify=True)
-    assert set(tmp_path.iterdir()) == {elsewhere, others}
+
+    def transfer() -> None:
+        receiver = RecordingReceiver(zeros_like(tensors))
+        run_refit(TensorSource(tensors, 1, groups), receiver, any_transport("disk", tmp_path), verify=True)
+
+    sender = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == "held\n"
+        living = set(tmp_path.iterdir())
+        assert len(living) == 3
+        transfer()
+        assert set(tmp_path.iterdir()) == living, "it is at work"
+    finally:
+        sender.kill()
+        sender.communicate()
+    assert set(tmp_path.iterdir()) == living
+    transfer()
+    assert set(tmp_path.iterdir()) == {others}
 
 
 def test_disk_without_a_folder_is_refused():
