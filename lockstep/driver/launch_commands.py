@@ -121,16 +121,10 @@ def judge_launch(launch: Launch, *, installed: bool = False) -> LaunchVerdict:
 
 
 def _beside_the_point(finding: Finding, launch: Launch) -> bool:
-    """Padding of a vocabulary by a default, where the file with the model's own flags is not here; the micro-batch of
-    packed sequences, which is a rule of Megatron's own loop; fp8 blocks of weights that are no fp8."""
-    unsized = launch.project == "miles" and "model.vocab" not in launch.settings
-    elsewhere = launch.project != "megatron"
-    other_bits = any("are counted as" in text for text in launch.assumptions)
-    return (
-        (finding.rule == "vocabulary-padding" and unsized)
-        or (finding.rule == "packing-micro-batch" and elsewhere)
-        or (finding.rule == "engine-fp8-blocks" and other_bits)
-    )
+    """Padding of a vocabulary by the default divisor, where the file with the model's own flags is not here: it may
+    state another."""
+    unsized = launch.project == "miles" and not {"model.vocab", "train.vocab_divisor"} & set(launch.settings)
+    return finding.rule == "vocabulary-padding" and unsized
 
 
 def _judged(launch: Launch, plan: MemoryPlan) -> MemoryPlan:

@@ -122,6 +122,9 @@ def _layer_bytes(shape: ModelShape, engine: EngineLayout, attention: LayerParame
     index = shape.q_lora_rank * shape.indexer_heads * shape.indexer_head_dim if attention.indexer else 0
     if engine.engine == "torch" or engine.quantisation == "none":
         return plain * (kept + linear + wide.experts)
+    if engine.quantisation == "int4":
+        narrow = wide.experts if shape.is_moe else linear
+        return plain * (kept + linear + wide.experts - narrow) + _MXFP4 * narrow
     if engine.quantisation == "mxfp4_experts":
         beside = _FP8 if shape.attention == "deepseek_v4" else plain
         return beside * (linear + down + index) + plain * (kept - down - index) + _MXFP4 * wide.experts

@@ -11,8 +11,10 @@ from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology.catalogue import model_names, model_shape, prune
 from lockstep.topology.records import Attention, Finding, ModelShape
 
+Quantisation = Literal["none", "fp8", "mxfp4_experts", "int4"]
+
 _DECORATION = re.compile(
-    r"([-_](fp8|bf16|fp16|mxfp4|nvfp4|int4|int8|awq|base|instruct|it|chat|thinking|hf|torch[-_]dist|torch|mcore|miles|"
+    r"([-_](fp8|bf16|fp16|mxfp4|nvfp4|int4|int8|awq|gptq|w4a16|base|instruct|it|chat|thinking|hf|torch[-_]dist|torch|mcore|miles|"
     r"slime|megatron|dist|converted|\d{4}))+$"
 )
 _ALIASES = {
@@ -31,7 +33,7 @@ class KnownModel:
 
     shape: ModelShape
     origin: str
-    quantisation: Literal["none", "fp8", "mxfp4_experts"] = "none"
+    quantisation: Quantisation = "none"
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -97,13 +99,15 @@ def identify(
     return None
 
 
-def _quantisation(path: str) -> tuple[Literal["none", "fp8", "mxfp4_experts"], tuple[str, ...]]:
+def _quantisation(path: str) -> tuple[Quantisation, tuple[str, ...]]:
     """The precision of a checkpoint's weights by its name."""
     name = path.lower()
     if "fp8" in name:
         return "fp8", ()
-    if match := re.search(r"int4|w4a\d+|awq|gptq|nvfp4|mxfp4", name):
-        return "mxfp4_experts", (f"{match.group()} weights are counted as MXFP4 experts: 4 bits and a scale for 32",)
+    if "mxfp4" in name:
+        return "mxfp4_experts", ("mxfp4 weights: experts alone are in four bits",)
+    if match := re.search(r"int4|w4a\d+|awq|gptq|nvfp4", name):
+        return "int4", (f"{match.group()} weights are counted at four bits and a scale for 32",)
     return "none", ()
 
 

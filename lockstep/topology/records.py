@@ -207,6 +207,8 @@ class EngineLayout:
     vLLM: a replica has tp·pp·prefill_cp ranks, dp of them make an engine; ep > 1 is ``--enable-expert-parallel``.
     SGLang: tp includes dp under DP attention; ``moe_dp``, ``moe_dense_tp`` and ``attention_cp`` are its own axes.
     ``decode_cp`` is vLLM's ``--decode-context-parallel-size``; ``page_tokens`` its block size, SGLang's page size.
+    ``quantisation`` "int4": any four bits with a scale for about 32, of a mixture's experts or of a dense model's
+    linears.
     """
 
     engine: EngineName = "torch"
@@ -220,7 +222,7 @@ class EngineLayout:
     memory_fraction: float | None = None
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
     weight_dtype: Literal["bf16", "fp32"] = "bf16"
-    quantisation: Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts"] = "none"
+    quantisation: Literal["none", "fp8", "fp8_ue8m0", "mxfp4_experts", "int4"] = "none"
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
     kv_cache_bytes: int | None = None

@@ -214,7 +214,7 @@ def engine_widths(job: Job) -> list[tuple[str, int, int]]:
 def engine_fp8_blocks(job: Job) -> str | None:
     """In block fp8 each shard of a weight is made of whole blocks of 128; mxfp4 experts have blocks of 32."""
     quantisation = engine_of(job).quantisation
-    if quantisation == "none":
+    if quantisation in ("none", "int4"):
         return None
     wrong: list[str] = []
     for what, width, ranks in engine_widths(job):

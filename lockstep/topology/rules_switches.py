@@ -74,8 +74,10 @@ def torch_fsdp2(job: Job) -> str | None:
     knobs=("batch.micro_batch",),
 )
 def packing_micro_batch(job: Job) -> str | None:
-    """A packed micro-batch is one row: its size is 1."""
+    """A packed micro-batch of Megatron's own loop is one row: its size is 1. miles and verl pack several samples."""
     batch = batch_of(job)
+    if train_of(job).switches.implementation in ("miles", "verl"):
+        return None
     return (
         f"packing with micro_batch {batch.micro_batch}: it is 1"
         if batch.packing and (batch.micro_batch or 1) > 1

@@ -99,3 +99,20 @@ def test_qwen3_30b_on_eight_h100_does_not_fit_whatever_the_bounds(tmp_path: Path
     (finding,) = fit(judged(tmp_path, QWEN, "h100"))
     assert finding.severity == "error"
     assert "it may not fit" not in finding.message
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("Qwen/Qwen3-4B", 8.04),
+        # Four bits and a byte for 32: 3.63e9 parameters of linears; embedding and norms stay in bf16.
+        ("Qwen/Qwen3-4B-AWQ", 3.633e9 * (0.5 + 1 / 32) / 1e9 + 2 * 0.389),
+        ("Qwen/Qwen3-4B-GPTQ-Int4", 3.633e9 * (0.5 + 1 / 32) / 1e9 + 2 * 0.389),
+    ],
+)
+def test_four_bit_checkpoints_of_dense_models_count_their_linears(tmp_path: Path, name: str, gigabytes: float) -> None:
+    verdict = judged(tmp_path, f"vllm serve {name} --gpu-memory-utilization 0.5\n", "h100")
+    assert verdict.plan is not None
+    weights = verdict.plan.phase("generate").item("weights", "engine")
+    assert weights is not None
+    assert weights.num_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)

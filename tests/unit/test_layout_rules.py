@@ -328,3 +328,18 @@ def test_the_layers_of_length_multiples() -> None:
     ]
     for job, passes in cases:
         assert ("sequence-multiple" not in ids(check_layout(job))) == passes, job.train
+
+
+def test_packing_several_samples_is_refused_in_megatrons_own_loop_only() -> None:
+    """miles and verl concatenate the samples of a micro-batch (miles get_batch; verl preprocess_packed_seqs)."""
+    for implementation, refused in (("upstream", True), (None, True), ("miles", False), ("verl", False)):
+        job = megatron(DENSE, batch={"micro_batch": 2}, switches={"implementation": implementation})
+        assert ("packing-micro-batch" in ids(check_layout(job))) is refused
+
+
+def test_four_bit_integers_have_no_blocks_of_fp8() -> None:
+    """A width of 768 / 4 = 192 is no whole number of blocks of 128."""
+    for quantisation, refused in (("fp8", True), ("int4", False), ("none", False)):
+        wide = shape(MOE, moe_ffn=768, num_kv_heads=32)
+        job = serving("sglang", wide, gpus=4, tp=4, quantisation=quantisation)
+        assert ("engine-fp8-blocks" in ids(check_layout(job))) is refused
