@@ -1,7 +1,8 @@
 """Which accelerator is here, without torch: the driver's tool, else the kernel's files; one variable may override.
 
 ``LOCKSTEP_LANES_HARDWARE`` names a model of the catalogue, or ``cpu``. It may name what the tools can't name, and may
-ask for less than is there. What contradicts the devices is refused: a lane never runs on another card than it says.
+ask for less than is there. What contradicts the devices is refused: a lane never runs on another card than it says. A
+name that was read and is in no entry of the catalogue is such a contradiction; the catalogue is where it belongs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ VISIBLE = {
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
 """Variables that hide devices from a process; the tools do not heed them."""
+
+NAMELESS = "device without a name"
 
 Run = Callable[[Sequence[str]], str | None]
 
@@ -82,7 +85,23 @@ def _overridden(seen: Machine, wanted: str, catalogue: Catalogue) -> Machine:
             f"{VARIABLE}={wanted} says {vendor}, but the device is {devices} ({seen.source}); unset the variable, or "
             "start on the machine that it names"
         )
+    family = catalogue.hardware[wanted].family
+    named = [one for one in seen.devices if not _may_be(one, wanted, family, catalogue)]
+    if named:
+        raise LanesError(
+            f"{VARIABLE}={wanted} is of family {family}, but a device is {named[0]} ({seen.source}), which "
+            f"device_names of {wanted} does not match; start on the machine that it names, or mend the catalogue"
+        )
     return Machine(vendor, seen.devices, wanted, f"{VARIABLE} ({seen.source}: {devices})")
+
+
+def _may_be(device: str, hardware: str, family: str, catalogue: Catalogue) -> bool:
+    """Whether a device is this hardware by its name, or has none and contradicts it in nothing that is known."""
+    if device.endswith(NAMELESS):
+        return True
+    if re.fullmatch(r"gfx[0-9a-f]+", device):
+        return device == family or not family.startswith("gfx")
+    return _model(device, catalogue) == hardware
 
 
 def _only_visible(machine: Machine, environment: Mapping[str, str]) -> Machine:
@@ -112,7 +131,7 @@ def _nvidia(root: Path, run: Run) -> Machine:
     names: list[str] = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         model = re.search(r"^Model:\s*(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        names.append(model.group(1).strip() if model else "NVIDIA device without a name")
+        names.append(model.group(1).strip() if model else f"NVIDIA {NAMELESS}")
     return Machine("cuda", tuple(names), None, "/proc/driver/nvidia")
 
 
@@ -141,7 +160,7 @@ def _rocm_smi_names(output: str) -> list[str]:
         values = {key.lower(): str(value) for key, value in cards[card].items()}
         candidates = [values[key] for key in ("card series", "card model", "market_name") if key in values]
         named = [name for name in candidates if "Instinct" in name or "Radeon" in name]
-        names.append((named or candidates or ["AMD device without a name"])[0])
+        names.append((named or candidates or [f"AMD {NAMELESS}"])[0])
     return names
 
 

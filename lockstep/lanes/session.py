@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.lanes.declare import CPU, Case
 from lockstep.lanes.errors import LanesError
-from lockstep.lanes.machine import Machine, detect
+from lockstep.lanes.machine import VARIABLE, Machine, detect
 from lockstep.lanes.plan import UNKNOWN, Plan, Project, commit_of, read_project
 from lockstep.lanes.read import files_of_tests
 from lockstep.lanes.shards import parse_shard, shard_of_unplanned, split
@@ -106,7 +106,8 @@ def _checked(machine: Machine, hardware: str | None, num_gpus: int, lane: str, *
     wanted = hardware or machine.hardware
     if wanted is None:
         raise LanesError(
-            f"lane {lane}: this machine has {seen}, which is not in the catalogue; name it with --hardware"
+            f"lane {lane}: this machine has {seen}, which no device_names of the catalogue match; add the name there, "
+            f"or if the driver tells none, say which hardware it is by {VARIABLE}"
         )
     if wanted != machine.hardware:
         raise LanesError(f"lane {lane}: --hardware {wanted}, but this machine has {seen}")

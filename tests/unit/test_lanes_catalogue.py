@@ -122,6 +122,9 @@ def test_a_device_that_only_the_kernel_names_is_named_by_the_variable(tmp_path: 
     seen = machine(tmp_path)
     assert (seen.vendor, seen.devices, seen.hardware) == ("rocm", ("gfx950",), None)
     assert machine(tmp_path, {VARIABLE: "mi350"}).hardware == "mi350"
+    with pytest.raises(LanesError, match="mi300x is of family gfx942, but a device is gfx950"):
+        machine(tmp_path, {VARIABLE: "mi300x"})
+    assert machine(tmp_path / "other", {VARIABLE: "mi350"}, rocm_smi='{"card0": {}}').hardware == "mi350"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,13 @@ def test_a_device_that_only_the_kernel_names_is_named_by_the_variable(tmp_path: 
             "LOCKSTEP_LANES_HARDWARE=mi350 says rocm, but the device is AMD Instinct MI300X",
         ),
         ("h200", {}, "the device is no GPU"),
+        (
+            "h200",
+            {"nvidia_smi": "NVIDIA H200 NVL\n"},
+            "a device is NVIDIA H200 NVL (nvidia-smi), which device_names",
+        ),
+        ("h200", {"nvidia_smi": "NVIDIA H200\nNVIDIA A100\n"}, "a device is NVIDIA A100"),
+        ("mi350", {"rocm_smi": '{"card0": {"Card Series": "AMD Instinct MI250X"}}'}, "a device is AMD Instinct MI250X"),
         ("h300", {"nvidia_smi": "NVIDIA H200\n"}, "is not in the catalogue; known: cpu, h200"),
     ],
 )
