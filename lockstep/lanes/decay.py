@@ -126,5 +126,16 @@ def check_layouts(cases: Iterable[Case], check: LayoutCheck) -> list[str]:
         f"{case.where}: {case.test_id} on {case.hardware}: {text}"
         for case in cases
         if case.disabled is None
-        for text in check(case)
+        for text in _answer(case, check)
     ]
+
+
+def _answer(case: Case, check: LayoutCheck) -> Sequence[str]:
+    """What a project's check says; a check that fails or answers something else has not found the case right."""
+    try:
+        answer = check(case)
+    except Exception as error:  # a hook of any project
+        return [f"the layout check itself failed: {type(error).__name__}: {error}"]
+    if isinstance(answer, list | tuple) and all(isinstance(text, str) for text in answer):
+        return answer
+    return [f"the layout check returned {answer!r}; expected a list of texts, empty if all is right"]

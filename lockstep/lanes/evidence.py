@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.lanes.errors import LanesError
 from lockstep.lanes.files import write_text
 
 SCHEMA = 1
 Outcome = Literal["passed", "failed", "skipped"]
+Sense = Literal["at_most", "at_least", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Gate:
     name: str
     value: float
     bound: float
-    sense: Literal["at_most", "at_least", "held"]
+    sense: Sense
     outliers: tuple[float, ...] = ()
 
     @property
@@ -110,17 +111,36 @@ def read_run(path: Path) -> Run:
             raise LanesError(f"{path} was written by another version of lanes")
         tests = tuple(_result(one) for one in table.pop("tests"))
         lists = {name: tuple(table.pop(name)) for name in ("devices", "command")}
-        return Run(tests=tests, **lists, **table)
+        run = Run(tests=tests, **lists, **table)
+        if datetime.fromisoformat(run.started).tzinfo is None or type(run.exit_status) is not int:
+            raise ValueError(f"started {run.started!r}, exit_status {run.exit_status!r}")
+        return run
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LanesError(f"{path} is not the evidence of a run: {error!r}") from None
 
 
 def _result(table: dict[str, Any]) -> Result:
     gates = tuple(Gate(**(gate | {"outliers": tuple(gate["outliers"])})) for gate in table.pop("gates"))
-    return Result(**(table | {"gates": gates, "left": tuple(table["left"])}))
+    result = Result(**(table | {"gates": gates, "left": tuple(table["left"])}))
+    if result.outcome not in get_args(Outcome):
+        raise ValueError(f"outcome {result.outcome!r} of {result.test_id}")
+    if any(gate.sense not in get_args(Sense) for gate in gates) or not 0 <= result.minutes < math.inf:
+        raise ValueError(f"gates or minutes of {result.test_id}")
+    return result
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs in these folders, the oldest first. A folder that is not there has none."""
-    runs = [read_run(path) for folder in folders for path in sorted(folder.rglob("*.json"))]
-    return sorted(runs, key=lambda run: run.started)
+    """All runs in these folders, the oldest first. A folder that is not there has none.
+
+    Raises ``LanesError`` with every file that is no evidence: one that was cut off may be the newest run of its test.
+    """
+    runs: list[Run] = []
+    problems: list[str] = []
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.json"))):
+        try:
+            runs.append(read_run(path))
+        except LanesError as error:
+            problems += error.problems
+    if problems:
+        raise LanesError(problems)
+    return sorted(runs, key=lambda run: datetime.fromisoformat(run.started))

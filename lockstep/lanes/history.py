@@ -7,6 +7,7 @@ no time, because they stopped early.
 from __future__ import annotations
 
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -79,8 +80,19 @@ def read_junit(path: Path) -> dict[str, float]:
         if any(child.tag in ("failure", "error", "skipped") for child in test):
             spoiled.add(key)
             continue
-        minutes[key] = minutes.get(key, 0.0) + float(test.get("time") or 0.0) / 60
+        minutes[key] = minutes.get(key, 0.0) + _seconds(test.get("time") or "0", key, path) / 60
     return {key: value for key, value in minutes.items() if key not in spoiled}
+
+
+def _seconds(text: str, key: str, path: Path) -> float:
+    """A time that can be one: a clock that was set back gives negative ones, which would spoil every later plan."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise LanesError(f"{path}: {key} has time {text}; expected seconds from 0; leave this file out")
+    return seconds
 
 
 def load_history(path: Path) -> History:
@@ -93,6 +105,9 @@ def load_history(path: Path) -> History:
             hardware: {key: Measured(float(one["minutes"]), int(one["num_runs"])) for key, one in tests.items()}
             for hardware, tests in table["times"].items()
         }
+        wrong = [key for tests in times.values() for key, one in tests.items() if not 0 <= one.minutes < math.inf]
+        if wrong:
+            raise ValueError(f"minutes of {wrong[0]}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LanesError(f"{path} is not a history of lanes ({error!r}); delete it to begin anew") from None
     return History(times)

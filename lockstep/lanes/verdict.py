@@ -62,6 +62,11 @@ def check_runs(plan: Plan, runs: Sequence[Run]) -> list[str]:
                 problems.append(f"{where}: {test_id} was planned and did not run")
             elif result.outcome == "failed":
                 problems.append(f"{where}: {test_id} failed: {result.why}")
+            problems += [
+                f"{where}: {test_id}: gate {gate.text()}"
+                for gate in (result.gates if result and result.outcome == "passed" else ())
+                if not gate.passed
+            ]
         problems += [f"{where}: {name} ran {count} times" for name, count in outcomes.items() if count > 1]
     problems += _in_two_shards(plan, of_commit)
     return problems

@@ -129,6 +129,7 @@ def test_what_was_planned_and_ran_is_green(root: Path) -> None:
         ({"tests": (passed(B), passed(C), passed(C))}, f"{C} ran 2 times"),
         ({"tests": (passed(B), passed(C, outcome="failed", why="call: boom"))}, f"{C} failed: call: boom"),
         ({"exit_status": 2}, "pytest ended with 2"),
+        ({"tests": (passed(B), passed(C, gates=(Gate("x", 2.0, 1.0, "at_most"),)))}, f"{C}: gate x 2 > bound 1"),
     ],
 )
 def test_what_did_not_run_as_planned_is_red(root: Path, change: dict[str, Any] | None, says: str) -> None:
@@ -350,3 +351,33 @@ def test_evidence_survives_writing_and_what_is_no_evidence_is_refused(tmp_path: 
     paths[0].write_text('{"schema": 1, "tests": [{"gates": 3}]}')
     with pytest.raises(LanesError, match="is not the evidence of a run"):
         read_run(paths[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"outcome": "passed"', '"outcome": "PASSED"'),
+        ('"exit_status": 0', '"exit_status": "0"'),
+        ('"started": "2027-01-10T08:00:00+00:00"', '"started": "2027-01-10"'),
+        ('"sense": "at_most"', '"sense": "below"'),
+        ('"minutes": 1.0', '"minutes": NaN'),
+    ],
+)
+def test_a_value_that_no_run_writes_is_refused(tmp_path: Path, old: str, new: str) -> None:
+    """An outcome that is not known would be neither failed nor skipped, and so count as done."""
+    path = write_run(a_run(tests=(passed(B, gates=(Gate("x", 0.5, 1.0, "at_most"),)),)), tmp_path)
+    assert read_run(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(LanesError, match="is not the evidence of a run"):
+        read_run(path)
+
+
+def test_every_file_that_is_cut_off_is_named_at_once(tmp_path: Path) -> None:
+    paths = [write_run(a_run(), tmp_path) for _ in range(3)]
+    for path in paths[:2]:
+        path.write_text(path.read_text()[:100])
+    with pytest.raises(LanesError) as error:
+        read_runs([tmp_path])
+    assert len(error.value.problems) == 2

@@ -222,3 +222,24 @@ def test_bad_usage_ends_with_two_and_no_traceback(tmp_path: Path) -> None:
     code, _, err = lanes(plant(tmp_path, OK), "plan", "--labels", "run-amdd")
     assert code == 2
     assert err.startswith("unknown label run-amdd; known:")
+
+
+def check_badly(case: object) -> object:
+    """A planted layout rule that fails in the ways in which one can."""
+    layout = getattr(case, "layout", {})
+    return {"text": "wrong", "none": None, "raise": []}[layout["how"]] if layout["how"] != "raise" else [][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("text", "the layout check returned 'wrong'; expected a list of texts"),
+        ("none", "the layout check returned None; expected a list of texts"),
+        ("raise", "the layout check itself failed: IndexError"),
+    ],
+)
+def test_a_layout_check_that_gives_no_answer_makes_the_plan_red(tmp_path: Path, how: str, says: str) -> None:
+    catalogue = 'layout_check = "tests.unit.test_lanes_plan:check_badly"\n' + CATALOGUE
+    text = mark(more=f'layout={{"*": {{"how": "{how}"}}}}') + "def test_b(): pass\n"
+    (found,) = problems(tmp_path, text, catalogue)
+    assert says in found

@@ -145,3 +145,14 @@ def test_history_survives_writing_and_a_damaged_one_is_refused(tmp_path: Path) -
     path.write_text('{"times": {"h200": {"a": {"minutes": "x"}}}}')
     with pytest.raises(LanesError, match="is not a history of lanes"):
         load_history(path)
+    path.write_text('{"times": {"h200": {"a": {"minutes": NaN, "num_runs": 1}}}}')
+    with pytest.raises(LanesError, match="is not a history of lanes"):
+        load_history(path)
+
+
+@pytest.mark.parametrize("time", ["-3.5", "nan", "inf", "soon"])
+def test_a_time_that_can_not_be_one_is_refused(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "junit.xml"
+    path.write_text(f'<testsuites><testcase classname="a" name="test_b" time="{time}"/></testsuites>')
+    with pytest.raises(LanesError, match=f"a::test_b has time {time}; expected seconds from 0"):
+        read_junit(path)
