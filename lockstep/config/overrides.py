@@ -14,8 +14,11 @@ from lockstep.config.tree import Leaf, Tree, find, without
 
 def override_value(key: KeyPath, raw: str) -> Any:
     """The value of ``--set key=raw``: TOML where it parses as TOML, else text; the bare word none is none, but for a
-    key that has it as a choice. A variable's value is text whatever it looks like, as in a shell: ``01`` stays ``01``, and
-    only quotes are taken off."""
+    key that has it as a choice.
+
+    A variable's value is text whatever it looks like, as in a shell: ``01`` stays ``01``, and only quotes are taken
+    off.
+    """
     if raw.strip() == "none" and not _is_choice(key, "none"):
         return None
     value = _parsed(raw)

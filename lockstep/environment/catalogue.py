@@ -29,11 +29,18 @@ FAMILIES: Mapping[str, str] = {
     "FLASHINFER_": "flashinfer",
     "DEEPEP_": "deep_ep",
     "MORI_": "mori",
+    "HF_DATASETS_": "datasets",
     "HF_": "huggingface_hub",
     "TRANSFORMERS_": "transformers",
     **dict.fromkeys(("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_"), "cpu libraries"),
 }
-"""Beginning of a name → the package that such names belong to."""
+"""Beginning of a name → the package that such names belong to; the first that fits counts."""
+
+ALSO_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "transformers": ("huggingface_hub",),  # TRANSFORMERS_OFFLINE
+    "huggingface_hub": ("transformers",),
+}
+"""Package of a family → others that read names of it: only what none of them reads is read by nobody."""
 
 REPORTED = (
     *("SGLANG_", "SGL_", "VLLM_", "NVTE_", "AITER_", "NCCL_", "RCCL_", "CUBLAS_", "HSA_"),

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from lockstep.config.secrets import masked
 from lockstep.environment.catalogue import (
+    ALSO_READ_BY,
     BINARIES,
     Condition,
     Variable,
@@ -29,7 +30,7 @@ from lockstep.environment.catalogue import (
     variables,
 )
 from lockstep.environment.reachability import Platform
-from lockstep.environment.readers import Answer, Package, Read, ask, installed_package
+from lockstep.environment.readers import Answer, Package, Read, ask, installed_package, other_build
 
 Severity = Literal["error", "warning", "note"]
 Packages = Mapping[str, Package] | Callable[[str], Package | None]
@@ -152,7 +153,22 @@ def _answers(
                 answers[name] = Answer("unknown", f"{reader} is not installed here{released}")
             continue
         answers |= ask(package, theirs, platform)
+        if unread := [name for name in theirs if answers[name].read == "not read"]:
+            answers |= _elsewhere(package, unread, find, platform)
     return answers
+
+
+def _elsewhere(
+    package: Package, unread: Sequence[str], find: Callable[[str], Package | None], platform: Platform | None
+) -> dict[str, Answer]:
+    """Answers that replace "not read": of packages that read the family's names too, or that this build can't tell."""
+    if other_build(package, platform):
+        reason = f"{package.title} does not know it, and the run's torch is another build, for {platform}"
+        return {name: Answer("unknown", reason) for name in unread}
+    found: dict[str, Answer] = {}
+    for one in filter(None, map(find, ALSO_READ_BY.get(package.name, ()))):
+        found |= {name: answer for name, answer in ask(one, unread, platform).items() if answer.read != "not read"}
+    return found
 
 
 def _released(name: str) -> str:

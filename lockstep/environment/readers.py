@@ -101,6 +101,17 @@ def _version_beside(root: Path) -> str:
     return next((match.group(1) for match in matches if match), "")
 
 
+def other_build(package: Package, platform: Platform | None) -> bool:
+    """Whether this is a build of torch for another platform than the run's (a recipe is planned on a laptop): its
+    libraries hold fewer names. Every build runs on a CPU.
+
+    The local part of the version tells (2.13.0+cpu, +rocm7.2, +cu130); plain ones are CUDA builds.
+    """
+    local = package.version.partition("+")[2]
+    built_for = next((name for name in ("cpu", "rocm") if local.startswith(name)), "cuda")
+    return package.name == "torch" and bool(package.version) and platform not in (None, "cpu", built_for)
+
+
 def ask(package: Package, names: Iterable[str], platform: Platform | None = None) -> dict[str, Answer]:
     """For each name whether ``package`` reads it on ``platform`` (None: on any)."""
     wanted = sorted(set(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,47 @@ def test_a_reader_that_is_not_installed_is_unknown_and_no_fault() -> None:
     ledger = judge({"engine": {"AITER_BF16_FP8_MOE_BOUND": "0"}}, {}, packages={}, strict=True)
     assert ledger.findings == ()
     assert ledger.rows[0].reason == "aiter is not installed here"
+
+
+def test_a_name_that_another_package_reads_is_not_unread(tmp_path: Path, packages: dict[str, Package]) -> None:
+    hub = "import os\nOFFLINE = os.environ.get('HF_HUB_OFFLINE', os.environ.get('TRANSFORMERS_OFFLINE', ''))\n"
+    packages["transformers"] = plant(tmp_path, "transformers", {}, "5.19.0")
+    declared = {"trainer": {"TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_CACHE": "/x", "HF_DATASETS_OFFLINE": "1"}}
+    unread = found_in(judge(declared, {}, packages=packages, strict=True), "error")
+    assert [name for *_, name in unread] == ["TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"]
+    packages["huggingface_hub"] = plant(tmp_path, "huggingface_hub", {"constants.py": hub}, "2.4.0")
+    ledger = judge(declared, {}, packages=packages, strict=True)
+    assert [name for *_, name in found_in(ledger, "error")] == ["TRANSFORMERS_CACHE"]
+    assert {row.name: row.reason for row in ledger.rows} == {
+        "TRANSFORMERS_OFFLINE": "huggingface_hub 2.4.0 reads it",
+        "TRANSFORMERS_CACHE": "transformers 5.19.0 does not know it",
+        "HF_DATASETS_OFFLINE": "datasets is not installed here",
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "told"),
+    [
+        ("2.13.0+cpu", "rocm", False),
+        ("2.13.0+cpu", "cuda", False),
+        ("2.13.0", "rocm", False),
+        ("2.13.0+rocm7.2", "cuda", False),
+        ("2.13.0+cpu", "cpu", True),
+        ("2.13.0+rocm7.2", "rocm", True),
+        ("2.13.0+cu130", "cuda", True),
+        ("2.13.0", "cuda", True),
+        ("2.13.0", "cpu", True),
+        ("2.13.0+cpu", None, True),
+    ],
+)
+def test_another_build_of_torch_than_the_runs_tells_nothing_of_what_it_lacks(
+    version: str, platform: Any, told: bool, tmp_path: Path, packages: dict[str, Package]
+) -> None:
+    packages["torch"] = plant(tmp_path, "torch", {"hub.py": "import os\nos.getenv('TORCH_HOME')\n"}, version)
+    declared = {"trainer": {"TORCH_HOME": "/x", "PYTORCH_TUNABLEOP_ENABLED": "1"}}
+    ledger = judge(declared, {}, packages=packages, strict=True, platform=platform)
+    assert [row.read for row in ledger.rows] == ["read", "not read" if told else "unknown"]
+    assert len(ledger.errors) == told
 
 
 def test_strays_of_the_shell_are_reported_once_with_their_effect(packages: dict[str, Package]) -> None:
