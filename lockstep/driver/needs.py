@@ -3,13 +3,14 @@ refused before anything starts; ``lockstep doctor --recipe`` lists all of it any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.schema import FileTask, GgufModel, PathModel, RunConfig
 from lockstep.driver.environment import engine_package
+from lockstep.hardware.capabilities import Capability, memory_handles, shared_memory
 from lockstep.hardware.cuda import Gpu
 from lockstep.hardware.doctor import VLLM_DISTRIBUTIONS
 from lockstep.hardware.profile import Profile, detect, installed
@@ -40,9 +41,11 @@ def needs_of(config: RunConfig, profile: Profile) -> tuple[Need, ...]:
 
 
 def refuse_absent_hardware(config: RunConfig, profile: Profile | None = None) -> None:
-    """Raises ``ConfigError`` naming every device that the configuration needs and this machine lacks."""
-    if config.cluster.hardware is None and config.device != "cuda" and config.cluster.gpus_per_node == 1:
-        return  # nothing is asked for
+    """Raises ``ConfigError`` naming every device that the configuration needs and this machine lacks, and the memory
+    that its transport shares."""
+    asks = config.cluster.hardware is not None or config.device == "cuda" or config.cluster.gpus_per_node != 1
+    if not asks and config.refit.transport not in _SHARED_BY:
+        return
     missing = [need for need in _devices(config, profile or detect()) if not need.here]
     if missing:
         found = [Violation(need.key, f"{need.what}: {need.found}", need.way_out) for need in missing]
@@ -68,6 +71,23 @@ def _devices(config: RunConfig, profile: Profile) -> Iterator[Need]:
     if cluster.nodes > 1:
         what = f"{cluster.nodes} machines"
         yield Need("cluster.nodes", what, False, "this is one", "set cluster.nodes = 1, or plan it only", device=True)
+    yield from _shared_memory(config, profile)
+
+
+_SHARED_BY: dict[str, tuple[Callable[[Profile], Capability], str]] = {
+    "cuda_ipc": (lambda profile: memory_handles(profile.gpus), 'set refit.transport = "shm"'),
+    "shm": (lambda _: shared_memory(), 'set refit.transport = "disk" and refit.folder'),
+}
+"""Transport → the capability that it needs, and what to set where that is missing."""
+
+
+def _shared_memory(config: RunConfig, profile: Profile) -> Iterator[Need]:
+    """What the refit's transport shares with the engine's process; asked for, since a first refit comes late."""
+    if config.refit.transport in _SHARED_BY:
+        probe, way_out = _SHARED_BY[config.refit.transport]
+        found = probe(profile)
+        what = f"{found.name} for transport {config.refit.transport}"
+        yield Need("refit.transport", what, found.present, found.reason, way_out, device=True)
 
 
 def _other_hardware(config: RunConfig) -> str:

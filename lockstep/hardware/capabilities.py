@@ -86,7 +86,7 @@ def fp8(gpus: tuple[Gpu, ...], vendor: str) -> Capability:
 
 def memory_handles(gpus: tuple[Gpu, ...]) -> Capability:
     """GPU memory that another process can open; asked of a small tensor, since expandable segments refuse it."""
-    otherwise = "refits to another process go through shared memory of the host"
+    otherwise = "transport cuda_ipc is refused: shm goes through memory of the host"
     if not gpus:
         return Capability("memory handles between processes", False, "no GPU", otherwise)
     import torch
@@ -101,7 +101,7 @@ def memory_handles(gpus: tuple[Gpu, ...]) -> Capability:
 def shared_memory(create: Callable[[str], int] | None = None) -> Capability:
     """Anonymous shared memory, which ends with the processes that hold it."""
     make = create if create is not None else getattr(os, "memfd_create", None)
-    otherwise = "refits to another process go through files"
+    otherwise = "transport shm is refused: disk goes through files"
     if make is None:
         return Capability("anonymous shared memory", False, "this system has no memfd_create", otherwise)
     try:

@@ -15,7 +15,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.schema import RunConfig
 from lockstep.driver.doctor_commands import examine_all, render_all
 from lockstep.driver.needs import needs_of, refuse_absent_hardware
-from lockstep.hardware.capabilities import capabilities, fp8, mesh_unflatten, shared_memory, sleep_mode
+from lockstep.hardware.capabilities import Capability, capabilities, fp8, mesh_unflatten, shared_memory, sleep_mode
 from lockstep.hardware.cuda import Cuda, Gpu
 from lockstep.hardware.doctor import render
 from lockstep.hardware.mesh import two_axis_mesh
@@ -296,6 +296,37 @@ def test_too_few_devices_and_machines_are_named_together() -> None:
 
 def test_a_recipe_that_names_nothing_needs_nothing_of_the_hardware() -> None:
     refuse_absent_hardware(run_config(), replace(PROFILE, cuda=NO_CUDA))
+
+
+@pytest.mark.parametrize(
+    ("transport", "probe", "way_out"),
+    [("cuda_ipc", "memory_handles", 'transport = "shm"'), ("shm", "shared_memory", 'transport = "disk"')],
+)
+def test_memory_that_cannot_be_shared_is_refused_at_the_start_with_the_other_transport(
+    transport: str, probe: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.driver import needs
+
+    base = run_config()
+    config = base.model_copy(update={"refit": base.refit.model_copy(update={"transport": transport})})
+    for present in (True, False):
+        answer = Capability("memory", present, "it was tried", "-")
+        monkeypatch.setattr(needs, probe, lambda *_, answer=answer: answer)
+        if present:
+            refuse_absent_hardware(config, PROFILE)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            refuse_absent_hardware(config, PROFILE)
+        (violation,) = refused.value.violations
+        assert (violation.key, way_out in violation.way_out) == ("refit.transport", True)
+        assert "it was tried" in violation.message
+
+
+def test_memory_handles_need_a_gpu() -> None:
+    base = run_config()
+    config = base.model_copy(update={"refit": base.refit.model_copy(update={"transport": "cuda_ipc"})})
+    with pytest.raises(ConfigError, match="memory handles between processes for transport cuda_ipc: no GPU"):
+        refuse_absent_hardware(config, replace(PROFILE, cuda=NO_CUDA))
 
 
 def test_needs_name_engine_model_and_files() -> None:
