@@ -193,6 +193,11 @@ def seal(bucket: Bucket, buffer: torch.Tensor, *, transfer: int, version: int, s
     return _text(words)
 
 
+def content(bucket: Bucket, buffer: torch.Tensor, sums: RowSums) -> str:
+    """The digest of the bucket's bytes alone, equal from transfer to transfer if they are: ``sums`` as for ``seal``."""
+    return _text(_digest(buffer[: bucket.num_bytes], 0, 0, bucket.number, sums))
+
+
 def check_seal(bucket: Bucket, buffer: torch.Tensor, *, transfer: int, version: int) -> str:
     """Compare trailer and bytes with what this bucket of this transfer must be. Returns the digest of this end.
 

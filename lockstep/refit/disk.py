@@ -27,11 +27,11 @@ from safetensors.torch import save_file
 
 from lockstep.interfaces import WeightReceiver, WeightSource
 from lockstep.records import Manifest
-from lockstep.refit.buckets import TRAILER_BYTES, Bucket, Filler, TransferError, plan_buckets, seal
+from lockstep.refit.buckets import TRAILER_BYTES, Bucket, Filler, TransferError, content, plan_buckets, seal
 from lockstep.refit.conversation import Conversation, peer_of
 from lockstep.refit.folder_lock import PARTIAL, PREFIX, clear_left_over, held
 from lockstep.refit.folder_reader import MANIFEST, bucket_file, travelling
-from lockstep.refit.transfer import Transfer, whole_tensors
+from lockstep.refit.transfer import Contents, Transfer, whole_tensors
 
 
 class DiskTransport:
@@ -41,6 +41,7 @@ class DiskTransport:
 
     def __init__(self, folder: Path, *, bucket_bytes: int, timeout_s: float) -> None:
         self._folder, self._bucket_bytes, self._timeout_s = folder, bucket_bytes, timeout_s
+        self._contents = Contents()
 
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
         """Move all tensors; nothing stays on the disk whatever happens to this transfer."""
@@ -48,7 +49,7 @@ class DiskTransport:
         plan = plan_buckets(manifest, self._bucket_bytes)
         transfer_id = secrets.randbits(62)
         talk = Conversation(peer_of(receiver, manifest), self._timeout_s)
-        with self._written(source, manifest, plan, transfer_id, talk.still_here) as (folder, digests):
+        with self._written(source, manifest, plan, transfer_id, talk.still_here) as (folder, digests, contents):
             talk.open({
                 "transport": self.name,
                 "transfer": transfer_id,
@@ -58,7 +59,8 @@ class DiskTransport:
             for bucket, digest in zip(plan, digests, strict=True):
                 talk.send(bucket.number, digest, {})
             claim = talk.close()
-        return Transfer(sum(slot.num_bytes for bucket in plan for slot in bucket.slots), len(plan), claim)
+        num_bytes = sum(slot.num_bytes for bucket in plan for slot in bucket.slots)
+        return Transfer(num_bytes, len(plan), claim, self._contents.sent(manifest.version, contents))
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -71,7 +73,7 @@ class DiskTransport:
         plan: tuple[Bucket, ...],
         transfer_id: int,
         still_here: Callable[[], None],
-    ) -> Iterator[tuple[Path, list[str]]]:
+    ) -> Iterator[tuple[Path, list[str], list[str]]]:
         name = f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{transfer_id:016x}"
         partial, final = self._folder / (name + PARTIAL), (self._folder / name).absolute()
         with ExitStack() as cleared:
@@ -80,10 +82,10 @@ class DiskTransport:
                 clear_left_over(self._folder)
                 cleared.enter_context(held(self._folder, name))
                 partial.mkdir()
-            digests = _write_buckets(partial, source, manifest, plan, transfer_id, still_here)
+            digests, contents = _write_buckets(partial, source, manifest, plan, transfer_id, still_here)
             with _writing(self._folder):
                 partial.rename(final)
-            yield final, digests
+            yield final, digests, contents
 
 
 @contextmanager
@@ -102,14 +104,17 @@ def _write_buckets(
     plan: tuple[Bucket, ...],
     transfer_id: int,
     still_here: Callable[[], None],
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
+    """Digests of the transfer's buckets, and of their bytes alone."""
     buffer = torch.empty(max((bucket.num_bytes for bucket in plan), default=0) + TRAILER_BYTES, dtype=torch.uint8)
     filler = Filler(whole_tensors(source))
     digests: list[str] = []
+    contents: list[str] = []
     for bucket in plan:
         still_here()
         sums = filler.fill(bucket, buffer)
         digests.append(seal(bucket, buffer, transfer=transfer_id, version=manifest.version, sums=sums))
+        contents.append(content(bucket, buffer, sums))
         with _writing(folder):
             save_file({slot.spec.name: travelling(slot, buffer) for slot in bucket.slots}, bucket_file(folder, bucket))
     filler.finish()
@@ -117,4 +122,4 @@ def _write_buckets(
     described = {"transfer": transfer_id, "digests": digests, "manifest": asdict(manifest)}
     with _writing(folder):
         (folder / MANIFEST).write_text(json.dumps(described), encoding="utf-8")
-    return digests
+    return digests, contents

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.interfaces import WeightReceiver, WeightSource
-from lockstep.refit.buckets import TRAILER_BYTES, Filler, plan_buckets, seal
+from lockstep.refit.buckets import TRAILER_BYTES, Filler, content, plan_buckets, seal
 from lockstep.refit.conversation import IN_FLIGHT, Conversation, peer_of
-from lockstep.refit.transfer import Transfer, whole_tensors
+from lockstep.refit.transfer import Contents, Transfer, whole_tensors
 
 
 class Buffer(Protocol):
@@ -56,6 +56,7 @@ class BucketTransport:
         self._allocate = allocate
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._kept: list[Buffer] = []
+        self._contents = Contents()
 
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
         """Move all tensors. After a failure, or if it is much, the memory is given back."""
@@ -74,12 +75,14 @@ class BucketTransport:
                 "buffers": [buffer.describe() for buffer in buffers],
             })  # fmt: skip
             filler = Filler(whole_tensors(source))
+            contents: list[str] = []
             for bucket in plan:
                 talk.make_room()
                 index = bucket.number % IN_FLIGHT
                 tensor = buffers[index].tensor
                 sums = filler.fill(bucket, tensor)
                 digest = seal(bucket, tensor, transfer=transfer_id, version=manifest.version, sums=sums)
+                contents.append(content(bucket, tensor, sums))
                 talk.send(bucket.number, digest, {"buffer": index})
             filler.finish()
             claim = talk.close()
@@ -87,7 +90,8 @@ class BucketTransport:
         finally:
             if not done or capacity > KEPT_BYTES:
                 self.close()
-        return Transfer(sum(slot.num_bytes for bucket in plan for slot in bucket.slots), len(plan), claim)
+        num_bytes = sum(slot.num_bytes for bucket in plan for slot in bucket.slots)
+        return Transfer(num_bytes, len(plan), claim, self._contents.sent(manifest.version, contents))
 
     def close(self) -> None:
         """Give the memory back."""

@@ -9,6 +9,7 @@ trainer.weights() ──manifest──▶ receiver.begin      refuses by name be
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from lockstep.refit.quantised import quantised_for
 from lockstep.refit.transports import Transport
 from lockstep.refit.verify import claim_covered, claim_derived, claim_loaded
 from lockstep.spans import span
+
+logger = logging.getLogger(__name__)
 
 
 class RefitError(RuntimeError):
@@ -49,6 +52,8 @@ class Receipt:
     verify_s: float
     claims: tuple[Claim, ...]
     derived: tuple[DerivedReport, ...] = ()
+    same_bytes_as: int | None = None
+    """An earlier version that travelled with the very same bytes; None also where no digests are made (``local``)."""
 
     @property
     def failed(self) -> tuple[Claim, ...]:
@@ -119,7 +124,15 @@ def run_refit(
         verify_s=clock.seconds["verify"],
         claims=claims,
         derived=derived,
+        same_bytes_as=moved.same_bytes_as,
     )
+    if moved.same_bytes_as is not None:
+        logger.warning(
+            "refit: version %d travelled with the very bytes of version %d: either no step was taken, or its change is "
+            "below the weights' rounding, or what is sent is not what is trained",
+            manifest.version,
+            moved.same_bytes_as,
+        )
     if receipt.failed:
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
         receiver.abort(reason)

@@ -249,3 +249,24 @@ def test_gpu_memory_of_expandable_segments_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(TransferError, match="expandable segments"):
         cuda_ipc.CudaBuffer.create(4096)
+
+
+@pytest.mark.parametrize("name", IN_BUCKETS)
+def test_a_later_version_with_the_very_same_bytes_raises_an_alarm(name, tmp_path, caplog):
+    """verl#7495: an adapter was trained, the base weights were pushed, and every push succeeded."""
+    tensors, groups = some_tensors()
+    receiver, transport = RecordingReceiver(zeros_like(tensors)), any_transport(name, tmp_path)
+
+    def send(version: int) -> int | None:
+        caplog.clear()
+        return run_refit(TensorSource(tensors, version, groups), receiver, transport, verify=False).same_bytes_as
+
+    assert send(1) is None
+    assert send(1) is None, "the same version again is no surprise"
+    assert send(2) == 1
+    assert "version 2 travelled with the very bytes of version 1" in caplog.text
+    first = next(iter(tensors))
+    tensors[first] = tensors[first].clone()
+    tensors[first].view(torch.uint8).view(-1)[0] ^= 1
+    assert send(3) is None, "one bit is a change"
+    assert not caplog.text
