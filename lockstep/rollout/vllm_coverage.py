@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class Write:
     """One tensor of the manifest going into one part of a live tensor.
 
     ``source`` is the part of the manifest's tensor that was copied, None where the loader computed something of it
-    (a transposed copy, a conversion). ``through_loader`` False: written without the parameter's weight loader, which a
-    layer-wise reload can't see.
+    (a transposed copy, a conversion, a function of what it had written). ``through_loader`` False: written without the
+    parameter's weight loader, which a layer-wise reload can't see.
     """
 
     target: str
@@ -63,6 +63,7 @@ class _Recorder(TorchDispatchMode):
         self._origin: dict[int, tuple[str, bool]] = {}  # storage → (manifest name, is it the manifest's own tensor)
         self._alive: list[torch.Tensor] = []  # a freed storage's address may come again
         self._made: set[int] = set()  # storages that this load made: scratch of the loader
+        self._computed: dict[int, str] = {}  # scratch that was computed from a target: storage → target
         self._result = result
         self._in_loader = 0
         self.current = ""
@@ -104,6 +105,9 @@ class _Recorder(TorchDispatchMode):
                 self._made.add(_storage(made))
                 if origins:
                     self._origin[_storage(made)] = (origins[0][0], False)
+                for storage in given:
+                    if (target := self._targets.get(storage) or self._computed.get(storage)) is not None:
+                        self._computed[_storage(made)] = target
         return out
 
     def _takes(self, func: Any, written: torch.Tensor, args: Any, kwargs: Any) -> bool:
@@ -117,7 +121,10 @@ class _Recorder(TorchDispatchMode):
         value = args[1] if func.overloadpacket is torch.ops.aten.copy_ else None
         origins = self._origins(([value] if value is not None else [a for a in args if a is not written], kwargs))
         if not origins:
-            self._result.padding[target].add(_geometry(written))
+            if self._transforms(func, target, value):
+                self._transformed(target)
+            else:
+                self._result.padding[target].add(_geometry(written))
             return True
         name, own = origins[0]
         if isinstance(value, torch.Tensor) and value.squeeze().shape != written.squeeze().shape:
@@ -128,6 +135,18 @@ class _Recorder(TorchDispatchMode):
         source = _geometry(value) if own and isinstance(value, torch.Tensor) else None
         self._result.writes[name].append(Write(target, _geometry(written), source, self._in_loader > 0))
         return True
+
+    def _transforms(self, func: Any, target: str, value: Any) -> bool:
+        """Whether a write that brings no tensor of the manifest changes what the target holds (a composed loader:
+        ``param.copy_(fn(param))``) instead of filling a constant in."""
+        if isinstance(value, torch.Tensor):
+            return self._computed.get(_storage(value)) == target or self._targets.get(_storage(value)) == target
+        return func.overloadpacket not in (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
+
+    def _transformed(self, target: str) -> None:
+        """What was written into ``target`` is no longer what was sent."""
+        for name, writes in self._result.writes.items():
+            self._result.writes[name] = [replace(w, source=None) if w.target == target else w for w in writes]
 
     def _origins(self, values: Any) -> list[tuple[str, bool]]:
         found = [self._origin.get(_storage(leaf)) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
@@ -185,6 +204,14 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def num_covered(tensor: torch.Tensor, geometries: Iterable[Geometry]) -> int:
+    """Values of ``tensor`` that lie in at least one of the views of it."""
+    seen = torch.zeros(tensor.numel(), dtype=torch.bool)
+    for size, stride, offset in geometries:
+        seen.as_strided(size, stride, offset).fill_(True)
+    return int(seen.sum())
 
 
 def numel(geometry: Geometry) -> int:

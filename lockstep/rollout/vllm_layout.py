@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.rollout.vllm_coverage import Geometry
-from lockstep.rollout.vllm_plan import LoadPlan
+from lockstep.rollout.vllm_plan import LoadPlan, is_engine_owned
 from lockstep.rollout.vllm_reload import LayerwiseReload, scratch_layer
 
 _PLAIN_METHODS = {"UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"}
@@ -72,13 +72,30 @@ class LiveLayout:
 
     def addresses(self) -> dict[str, int]:
         """Where each live tensor lies now."""
-        targets = {write.target for writes in self._plan.writes.values() for write in writes}
-        return {target: self._tensor(target).data_ptr() for target in targets}
+        return {target: self._tensor(target).data_ptr() for target in self._filled()}
 
     def opaque(self) -> dict[str, str]:
         """Names in layers whose layout can't be undone, each with the reason."""
         reasons = {name: self._reason(name) for name, writes in self._plan.writes.items() if writes}
         return {name: reason for name, reason in reasons.items() if reason}
+
+    def unfilled(self) -> dict[str, str]:
+        """Parameters and persistent buffers that the model has now and the plan does not know, each with the reason.
+        What a kernel's layout added to a layer is compared by the second load; what a module that post-processes itself
+        made (latent attention's ``W_UV``) is the registry's."""
+        known = {self._tensor(target).data_ptr() for target in self._filled() if self._exists(target)}
+        found: dict[str, str] = {}
+        for path, layer in self._model.named_modules():
+            if path in self._opaque_layers or _derives_after_loading(layer):
+                continue
+            tensors = {**layer._buffers, **layer._parameters}
+            for leaf, tensor in tensors.items():
+                name = f"{path}.{leaf}" if path else leaf
+                if tensor is None or not tensor.numel() or leaf in layer._non_persistent_buffers_set:
+                    continue
+                if name not in self._plan.targets and tensor.data_ptr() not in known and not is_engine_owned(name):
+                    found[name] = "live, and no tensor of the manifest fills it"
+        return found
 
     def differences(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str | None]]:
         """Load opaque layers again into scratch and compare: (name, None or what differs)."""
@@ -139,6 +156,13 @@ class LiveLayout:
 
     def _reason(self, name: str) -> str:
         return next((self._opaque_layers[p] for p in self._plan.layers[name] if p in self._opaque_layers), "")
+
+    def _filled(self) -> set[str]:
+        return {write.target for writes in self._plan.writes.values() for write in writes}
+
+    def _exists(self, target: str) -> bool:
+        path, _, leaf = target.rpartition(".")
+        return isinstance(getattr(self._model.get_submodule(path), leaf, None), torch.Tensor)
 
     def _tensor(self, target: str) -> torch.Tensor:
         path, _, leaf = target.rpartition(".")

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.records import Manifest, TensorSpec
 from lockstep.rollout.receiver import RefitRefused, dtype_name
-from lockstep.rollout.vllm_coverage import DryLoad, Write, dry_load, numel
+from lockstep.rollout.vllm_coverage import DryLoad, Geometry, Write, dry_load, num_covered, numel
 from lockstep.rollout.vllm_reload import LayerwiseReload, checkpoint_layout
 
 _EXACT = {("bfloat16", "float32"), ("float16", "float32")}
@@ -29,6 +29,11 @@ _ENGINE_OWNED = re.compile(r"(^|\.)_?(q|k|v|prob)_scale$|(^|\.)(_expert_map|expe
 
 _LAYER_INDEX = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT_INDEX = re.compile(r"\bexperts\.(\d+)\.")
+
+
+def is_engine_owned(target: str) -> bool:
+    """Whether a live tensor is the engine's own business: a scale of its cache, or a map of its layout."""
+    return _ENGINE_OWNED.search(target) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +136,14 @@ def _misfits(specs: Mapping[str, TensorSpec], targets: Mapping[str, torch.Tensor
 def _uncovered(
     model: torch.nn.Module, specs: Mapping[str, TensorSpec], targets: Mapping[str, torch.Tensor], dry: DryLoad
 ) -> list[str]:
-    regions: dict[str, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
+    regions: dict[str, dict[Geometry, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, writes in dry.writes.items():
         for write in writes:
             regions[write.target][write.region].append(name)
     problems = []
     done: set[int] = set()
     for target, tensor in targets.items():
-        if id(tensor) in done or _ENGINE_OWNED.search(target) or tensor.numel() == 0:
+        if id(tensor) in done or is_engine_owned(target) or tensor.numel() == 0:
             continue
         done.add(id(tensor))
         aliases = [name for name, other in targets.items() if other is tensor]
@@ -148,9 +153,11 @@ def _uncovered(
             for names in filled.values()
             if len(set(names)) > 1
         )
-        written = sum(numel(region) for region in filled)  # pyright: ignore[reportArgumentType]
+        written = sum(numel(region) for region in filled)
         wanted = getattr(tensor, "weight_loader_numel", tensor.numel())
-        written += sum(numel(region) for alias in aliases for region in dry.padding[alias])
+        constants = {region for alias in aliases for region in dry.padding[alias]}
+        if constants and 0 < written <= tensor.numel():  # a constant may lie under what is written later
+            written = num_covered(tensor, constants | filled.keys())
         if written < wanted:
             names = _would_fill(model, target, targets, dry, specs)
             likely = f" ({', '.join(names)} not in the manifest)" if names else ""

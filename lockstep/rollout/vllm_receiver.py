@@ -99,6 +99,11 @@ class VllmReceiver:
                 f"manifest of version {manifest.version} is quantised {manifest.quantisation!r}, this engine serves "
                 f"{self._quantisation!r} (rollout.quantisation)"
             )
+        if manifest.base_version is not None:
+            raise RefitRefused(
+                f"manifest of version {manifest.version} is a subset over version {manifest.base_version}: vLLM "
+                "reloads whole layers, so it takes full manifests only"
+            )
         if self._derived is not None:
             if refusals := self._derived.refusals(self._llm):
                 raise RefitRefused(f"refit to version {manifest.version} refused: " + "; ".join(refusals))
@@ -188,8 +193,9 @@ class VllmReceiver:
         return self._committed().live()
 
     def opaque(self) -> dict[str, str]:
-        """The other names, each with the reason."""
-        return self._committed().opaque()
+        """The other names, each with the reason. Live tensors that no tensor of the manifest fills are among them under
+        their own names, counted anew each time: they were never sent, and fail the claim ``covered``."""
+        return self._committed().opaque() | self._committed().unfilled()
 
     def reload_differences(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str | None]]:
         """Load opaque layers a second time by vLLM's own loaders and compare bytes."""

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.rollout.vllm_coverage import DryLoad, Write, dry_load, numel
+from lockstep.records import TensorSpec
+from lockstep.rollout.vllm_coverage import DryLoad, Write, dry_load, num_covered, numel
+from lockstep.rollout.vllm_plan import _uncovered
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 SHAPES = {
@@ -139,3 +141,71 @@ def test_live_tensors_that_are_no_parameters_stay_as_they_are() -> None:
 def test_numel_is_the_product_of_sizes(geometry: Any) -> None:
     expected = {(2, 3): 6, (): 1, (4, 0): 0}[geometry[0]]
     assert numel(geometry) == expected
+
+
+def composed(parameters: dict[str, torch.Tensor]) -> Callable[[Tensors], None]:
+    """vLLM's ``composed_weight_loader``: a copy, then a function of what was copied. And a scale in place."""
+
+    def load_weights(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            parameter = parameters["turned" if name == "turned" else "up"]
+            parameter.data.copy_(tensor)
+            if name == "turned":
+                parameter.data.copy_(-torch.exp(parameter.float()))
+            else:
+                parameter.data.mul_(0.5)
+
+    return load_weights
+
+
+def test_what_a_loader_computes_of_its_own_writes_is_no_part_of_what_was_sent() -> None:
+    dry = ask({"turned": (5, 4), "up": (2, 3, 4)}, composed)
+    assert dry.problems == []
+    assert not any(dry.padding.values()), "a function of the weight is no constant beside it"
+    for name in ("turned", "up"):
+        (write,) = dry.writes[name]
+        assert write.source is None
+        assert numel(write.region) == {"turned": 20, "up": 24}[name]
+
+
+def test_a_constant_that_is_written_over_counts_once() -> None:
+    def load(parameters: dict[str, torch.Tensor]) -> Callable[[Tensors], None]:
+        def load_weights(tensors: Tensors) -> None:
+            for _, tensor in tensors:
+                parameters["head"].data.zero_()
+                parameters["head"].data[:7].copy_(tensor)
+
+        return load_weights
+
+    dry = ask({"head": (7, 4)}, load)
+    head = targets()["head"]
+    named = [write.region for write in dry.writes["head"]]
+    assert num_covered(head, named) == 28
+    assert num_covered(head, [*named, *dry.padding["head"]]) == 32 == head.numel()
+
+
+def problems_of(
+    load: Callable[[dict[str, torch.Tensor]], Callable[[Tensors], Any]], shapes: dict[str, Any]
+) -> list[str]:
+    """What the plan says about ``head`` alone."""
+    dry = ask(shapes, load)
+    head = {"head": targets()["head"]}
+    specs = {name: TensorSpec(name, shape, "float32", name) for name, shape in shapes.items()}
+    return _uncovered(torch.nn.Module(), specs, head, dry)
+
+
+def test_a_constant_under_or_beside_a_weight_is_neither_doubled_nor_a_weight() -> None:
+    def clearing(rows: int) -> Callable[[dict[str, torch.Tensor]], Callable[[Tensors], None]]:
+        def load(parameters: dict[str, torch.Tensor]) -> Callable[[Tensors], None]:
+            def load_weights(tensors: Tensors) -> None:
+                for _, tensor in tensors:
+                    parameters["head"].data.zero_()
+                    parameters["head"].data[:rows].copy_(tensor[:rows])
+
+            return load_weights
+
+        return load
+
+    assert problems_of(clearing(7), {"head": (7, 4)}) == []
+    (missing,) = problems_of(clearing(0), {"head": (7, 4)})
+    assert missing.startswith("missing: 0 of 32 values of the live head")

@@ -6,6 +6,7 @@ The public fault first: vLLM's loader ignores what it does not know, and says su
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.refit.transaction import RefitError
+from lockstep.refit.verify import claim_covered
 from lockstep.rollout.queued_engine import EngineUnfit
 from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.vllm_hooks import served_model
@@ -168,6 +170,32 @@ def test_the_same_weights_twice_are_the_same_and_nothing_moves(engine: Any) -> N
     assert second.greedy == first.greedy
     np.testing.assert_array_equal(second.decode, first.decode)
     assert addresses(engine) == places
+    assert_like_a_fresh_engine(engine, FAMILY, 2)  # an engine that always says the same would pass what is above
+
+
+def test_a_declared_subset_is_refused_by_name(engine: Any) -> None:
+    version, source = engine.version, weights(FAMILY, 3)
+    manifest = source.manifest()
+    for tensors in (manifest.tensors, manifest.tensors[:1]):
+        with pytest.raises(RefitRefused, match="a subset over version 7: vLLM reloads whole layers"):
+            engine.receiver().begin(replace(manifest, base_version=7, tensors=tensors))
+    assert engine.version == version
+    engine.score([])
+
+
+def test_a_live_tensor_that_came_after_the_plan_fails_coverage(engine: Any) -> None:
+    """The plan of a manifest is kept from refit to refit; what is live is counted each time."""
+    source = weights(FAMILY, 2)
+    refit(engine, source)
+    assert claim_covered(source.manifest(), engine.receiver()).status == "held"
+    norm = served_model(engine.llm).get_submodule("model.norm")
+    norm.late = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    try:
+        claim = claim_covered(source.manifest(), engine.receiver())
+    finally:
+        del norm.late
+    assert claim.status == "failed"
+    assert "live but not sent: ['model.norm.late']" in claim.detail
 
 
 def test_every_live_tensor_is_shown_or_loaded_again(engine: Any) -> None:
