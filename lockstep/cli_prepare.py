@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli_recipes import HardwareOption, VariantOption
+
 if TYPE_CHECKING:
     from lockstep.checkpoint.prepare import Prepared
+    from lockstep.config.schema import RunConfig
 
 
 class Stage(StrEnum):
@@ -27,6 +31,7 @@ class Stage(StrEnum):
 
 EPILOG = (
     "Examples:  lockstep prepare quickstart --source path/to/model --dry-run   |   "
+    "lockstep prepare deepseek-v4-flash-4layer --source path/to/DeepSeek-V4-Flash --hardware h200   |   "
     "lockstep prepare my.toml --source path/to/model --target prepared/mine --set prepare.quantisation=fp8   |   "
     "lockstep prepare my.toml --stage quantise --restart"
 )
@@ -35,7 +40,7 @@ EPILOG = (
 def prepare(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file.")],
     source: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Model folder or hub name; default: prepare.source.")
+        str | None, typer.Option(metavar="DIR", help="Folder or hub name; default: prepare.source, or model.path.")
     ] = None,
     target: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where results lie; default: prepare.target, or prepared/NAME.")
@@ -43,6 +48,8 @@ def prepare(
     stage: Annotated[
         list[Stage] | None, typer.Option(help="Only this stage, on what those before it left. Repeatable.")
     ] = None,
+    hardware: HardwareOption = None,
+    variants: VariantOption = None,
     workers: Annotated[int, typer.Option(min=1, help="Files that are written at a time.")] = 2,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with sizes; write nothing.")
@@ -61,16 +68,9 @@ def prepare(
     """
     from lockstep.recipes import load_recipe
 
-    config = load_recipe(recipe, overrides or ()).config
-    chosen = source or config.prepare.source
-    if chosen is None:
-        raise typer.BadParameter("give the model's folder, or set prepare.source in the recipe", param_hint="--source")
-    if config.prepare.high_precision and config.rollout.quantisation != "none":
-        raise typer.BadParameter(
-            "refits follow the family's table alone: with prepare.high_precision the engine would hold other bytes "
-            "than a refit brings; remove it, or set rollout.quantisation=none",
-            param_hint="prepare.high_precision",
-        )
+    config = load_recipe(recipe, overrides or (), hardware=hardware, variants=variants or ()).config
+    _refuse_disagreements(config)
+    chosen = source or _source_of(config)
     from lockstep.checkpoint.prepare import Preparation
     from lockstep.checkpoint.progress import TerminalProgress
 
@@ -81,6 +81,7 @@ def prepare(
             chosen,
             where,
             progress,
+            rollout_quantisation=config.rollout.quantisation,
             catalogue=None if config.model.source == "random" else config.model.catalogue,
             only=tuple(one.value for one in stage or ()),
             workers=workers,
@@ -88,6 +89,38 @@ def prepare(
             dry_run=dry_run,
         ).run()
     print(json.dumps(asdict(result), indent=2) if as_json else _text(result))
+
+
+def _source_of(config: RunConfig) -> str:
+    """What the recipe prepares: ``prepare.source``, else the published folder that the model is loaded from."""
+    from lockstep.config.paths import PathTextError, expand
+
+    if config.prepare.source is not None:
+        try:
+            return expand(config.prepare.source, os.environ)
+        except PathTextError as error:
+            raise typer.BadParameter(str(error), param_hint="prepare.source") from error
+    if config.model.source == "path":
+        return config.model.path
+    raise typer.BadParameter("give the model's folder, or set prepare.source in the recipe", param_hint="--source")
+
+
+def _refuse_disagreements(config: RunConfig) -> None:
+    """Settings by which the engine would load what no refit brings."""
+    asked, served = config.prepare.quantisation, config.rollout.quantisation
+    if served == "none":
+        return
+    if config.prepare.high_precision:
+        raise typer.BadParameter(
+            "refits follow the family's table alone: with prepare.high_precision the engine would hold other bytes "
+            "than a refit brings; remove it, or set rollout.quantisation=none",
+            param_hint="prepare.high_precision",
+        )
+    if asked not in ("as_rollout", "none", served):
+        raise typer.BadParameter(
+            f"is {asked}, and refits bring {served} (rollout.quantisation): leave it as_rollout",
+            param_hint="prepare.quantisation",
+        )
 
 
 def _text(result: Prepared) -> str:

@@ -69,6 +69,9 @@ class Quantise:
         except QuantisationError as error:
             raise CheckpointError(source.folder, [str(error)]) from error
         problems: list[Problem] = []
+        if self.high_precision and model_type == "deepseek_v4":
+            text = "DeepSeek-V4's configuration has no list of modules that stay as they are: no loader would take them"
+            problems.append(Problem("prepare.high_precision", f"{text}; remove it"))
         groups: list[OutputGroup] = []
         for entry in source.tensors.values():
             try:

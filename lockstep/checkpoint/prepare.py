@@ -26,7 +26,7 @@ from lockstep.checkpoint.expectation import expectation_of
 from lockstep.checkpoint.fetch import fetch, fingerprint
 from lockstep.checkpoint.headers import read_checkpoint
 from lockstep.checkpoint.inspect import inspect
-from lockstep.checkpoint.pairs_on_disk import METHOD, is_fnuz, scheme_of
+from lockstep.checkpoint.pairs_on_disk import is_fnuz, scheme_of
 from lockstep.checkpoint.prune import Prune
 from lockstep.checkpoint.records import CheckpointIndex, Transform
 from lockstep.checkpoint.streaming import folder_jobs, promised, weights_bytes
@@ -34,6 +34,7 @@ from lockstep.checkpoint.tensors import TensorReader
 from lockstep.checkpoint.work_list import WORK_LIST, DoneFile, WorkList
 from lockstep.checkpoint.writer import Progress, run_jobs
 from lockstep.durable import LockedByAnother, ProcessLock
+from lockstep.records import Quantisation
 from lockstep.topology.catalogue import model_shape
 
 if TYPE_CHECKING:
@@ -72,37 +73,52 @@ class Prepared:
 
 @dataclass
 class Preparation:
-    """One preparation: ``settings`` of the recipe, with ``source`` and ``target`` in place. ``catalogue``: the model's
-    name there, if the source is to have its sizes; ``only``: the stages to run, all if it is empty."""
+    """One preparation: ``settings`` of the recipe, with ``source`` and ``target`` in place.
+    ``rollout_quantisation``: what ``as_rollout`` means; ``catalogue``: the model's name there, if the source is to have
+    its sizes; ``only``: the stages to run, all if it is empty."""
 
     settings: PrepareConfig
     source: str
     target: Path
     progress: Progress
+    rollout_quantisation: Quantisation = "none"
     catalogue: str | None = None
     only: Sequence[StageName] = ()
     workers: int = 2
     restart: bool = False
     dry_run: bool = False
     results: list[StageResult] = field(default_factory=list)
+    _commit: str | None = field(default=None, init=False)
 
     def run(self) -> Prepared:
         """All stages, or those of ``only``. Raises CheckpointError with every reason for a refusal."""
+        if self.dry_run and not self._is_local():
+            raise CheckpointError(self.source, ["is no folder here (see --source), and a dry run downloads nothing"])
         if self.dry_run:
-            return self._stages(None)
+            return self._planned()[1]
+        _refuse_foreign(self.target)
+        # A folder is planned before the target is touched: what headers show to be wrong leaves nothing there.
+        planned = self._planned() if self._is_local() else None
         with locked(self.target), _one_thread_a_worker():
-            return self._stages(WorkList(self.target))
+            work = WorkList(self.target)
+            source, _ = planned or self._planned()
+            recorded = {"source": self.source if self._commit else "folder", "commit": self._commit}
+            work.begin("fetch", recorded, restart=self.restart)
+            work.complete("fetch")
+            return self._chain(source, work)
 
-    def _stages(self, work: WorkList | None) -> Prepared:
-        source = self._fetched(work)
+    def _is_local(self) -> bool:
+        return Path(self.source).expanduser().is_dir()
+
+    def _planned(self) -> tuple[CheckpointIndex, Prepared]:
+        """The validated source, and the plan, which has shown every refusal that headers can show."""
+        source = self._fetched()
         self._validated(source)
         before = len(self.results)
-        result = self._chain(source, None)
-        if work is None:
-            return result
-        # The plan has shown every refusal that headers can show, before anything is written.
-        del self.results[before:]
-        return self._chain(source, work)
+        plan = self._chain(source, None)
+        if not self.dry_run:
+            del self.results[before:]
+        return source, plan
 
     def _chain(self, source: CheckpointIndex, work: WorkList | None) -> Prepared:
         """Everything behind validation; without a work list it is planned and nothing is written."""
@@ -115,14 +131,10 @@ class Preparation:
 
     # --- stages ---
 
-    def _fetched(self, work: WorkList | None) -> CheckpointIndex:
+    def _fetched(self) -> CheckpointIndex:
         start = time.monotonic()
-        if self.dry_run and not Path(self.source).expanduser().is_dir():
-            raise CheckpointError(self.source, ["is no folder: a dry run downloads nothing"])
-        folder, commit = fetch(self.source, self.settings.revision, self.target / FOLDERS["fetch"])
-        if work is not None:
-            work.begin("fetch", {"source": self.source if commit else "folder", "commit": commit}, restart=self.restart)
-            work.complete("fetch")
+        folder, self._commit = fetch(self.source, self.settings.revision, self.target / FOLDERS["fetch"])
+        commit = self._commit
         detail = f"downloaded, commit {commit}" if commit else "a folder, used in place"
         index = read_checkpoint(folder)
         self._add("fetch", "done" if commit else "not needed", detail, index, start)
@@ -150,13 +162,17 @@ class Preparation:
     def _dequantising(self, pruned: CheckpointIndex) -> Transform | str:
         return "its weights are plain" if scheme_of(pruned) == "none" else Dequantise()
 
+    def _wanted_scheme(self) -> Quantisation:
+        asked = self.settings.quantisation
+        return self.rollout_quantisation if asked == "as_rollout" else asked
+
     def _quantising(
         self, pruned: CheckpointIndex, plain: CheckpointIndex, inputs: dict[str, Any], plain_inputs: dict[str, Any]
     ) -> tuple[Transform | str, CheckpointIndex, dict[str, Any]]:
         """The transform, or why there is none, with its source and that one's inputs."""
-        wanted, found = self.settings.quantisation, scheme_of(pruned)
+        wanted, found = self._wanted_scheme(), scheme_of(pruned)
         if wanted == "none":
-            return "prepare.quantisation is none: the engine loads the trainer's", plain, plain_inputs
+            return "the engine's format is none: it loads the trainer's", plain, plain_inputs
         if found == wanted and not is_fnuz(pruned) and not self.settings.high_precision:
             return f"the weights are {found} already, and served as they are", pruned, inputs
         return Quantise(wanted, self.settings.high_precision), plain, plain_inputs
@@ -248,12 +264,7 @@ def _one_thread_a_worker() -> Iterator[None]:
 
 
 def validated(folder: Path) -> CheckpointIndex:
-    """The index of a folder that a stage wrote, held against its own configuration as the source was. What has no
-    published layout (``pairs_on_disk.METHOD``) is held against its headers alone."""
-    index = read_checkpoint(folder)
-    section = index.config.get("quantization_config")
-    if isinstance(section, Mapping) and section.get("quant_method") == METHOD:
-        return index
+    """The index of a folder that a stage wrote, held against its own configuration as the source was."""
     return inspect(folder).checked()
 
 
@@ -265,13 +276,8 @@ def _digest_of(files: Mapping[str, DoneFile]) -> str:
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Hold a target folder. Raises CheckpointError if another process does, or if it holds what is no preparation: the
-    folders of stages are emptied of strange files, which must not be somebody's."""
-    if target.exists() and not (target / WORK_LIST).exists() and not (target / LOCK).exists():
-        foreign = sorted(path.name for path in target.iterdir()) if target.is_dir() else [target.name]
-        if foreign:
-            held = ", ".join(foreign[:3])
-            raise CheckpointError(target, [f"is no preparation and not empty (it holds {held}); choose another target"])
+    """Hold a target folder. Raises CheckpointError if another process does, or for a foreign folder."""
+    _refuse_foreign(target)
     target.mkdir(parents=True, exist_ok=True)
     try:
         lock = ProcessLock(target / LOCK)
@@ -283,3 +289,13 @@ def locked(target: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _refuse_foreign(target: Path) -> None:
+    """Raise CheckpointError if a target holds what is no preparation: the folders of stages are emptied of strange
+    files, which must not be somebody's."""
+    if target.exists() and not (target / WORK_LIST).exists() and not (target / LOCK).exists():
+        foreign = sorted(path.name for path in target.iterdir()) if target.is_dir() else [target.name]
+        if foreign:
+            held = ", ".join(foreign[:3])
+            raise CheckpointError(target, [f"is no preparation and not empty (it holds {held}); choose another target"])

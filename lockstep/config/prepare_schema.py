@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from lockstep.config.section import Quantisation, Section
@@ -11,7 +13,9 @@ class PrepareConfig(Section):
     """From a published checkpoint to what the recipe loads: ``lockstep prepare``. Training does not read it."""
 
     source: str | None = Field(
-        default=None, description="Model folder, used in place, or a name on the Hugging Face hub; --source goes first."
+        default=None,
+        description="Model folder, used in place, or a name on the Hugging Face hub; ${VARIABLES} are expanded; "
+        "--source goes first. None: model.path, if that is a folder.",
     )
     revision: str | None = Field(
         default=None, description="Commit, branch or tag of a hub name; the commit that it means is recorded."
@@ -26,9 +30,10 @@ class PrepareConfig(Section):
     keep_mtp: bool = Field(
         default=False, description="Keep the layers of multi-token prediction when layers are pruned."
     )
-    quantisation: Quantisation = Field(
-        default="none",
-        description="Format of the engine's checkpoint, as rollout.quantisation; none: it loads the trainer's.",
+    quantisation: Quantisation | Literal["as_rollout"] = Field(
+        default="as_rollout",
+        description="Format of the engine's checkpoint; as_rollout: that of rollout.quantisation. none: the engine "
+        "loads the trainer's.",
     )
     high_precision: tuple[str, ...] = Field(
         default=(),

@@ -32,6 +32,7 @@ from lockstep.recipes.parts import (
     dapo_math,
     megatron_trainer,
     model_folder,
+    pruned_from,
 )
 
 NAME = "deepseek-v4-flash"
@@ -109,6 +110,7 @@ def pruned() -> Changes:
         "description": ("DeepSeek-V4-Flash's first four layers: a smoke test on one node", "it is another model"),
         "model.catalogue": (f"{NAME}-4layer", "its own sizes"),
         "model.path": (model_folder("DEEPSEEK_V4_FLASH_4LAYER", "DeepSeek-V4-Flash-4layer"), "its own weights"),
+        **pruned_from(model_folder("DEEPSEEK_V4_FLASH", "DeepSeek-V4-Flash"), 4),
         "steps": (10, "a smoke test"),
         "eval.every": (0, "a smoke test"),
         "rollout.max_new_tokens": (1024, "meaningless text need not be long; with the prompt a multiple of fp8's 1024"),

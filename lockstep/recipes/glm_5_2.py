@@ -29,6 +29,7 @@ from lockstep.recipes.parts import (
     dapo_math,
     megatron_trainer,
     model_folder,
+    pruned_from,
 )
 
 NAME = "glm-5_2"
@@ -87,6 +88,7 @@ def pruned() -> Changes:
         "description": ("GLM-5.2's first five layers: a smoke test on four devices", "it is another model"),
         "model.catalogue": (f"{NAME}-5layer", "its own sizes"),
         "model.path": (model_folder("GLM_5_2_5LAYER", "GLM-5.2-5layer"), "its own weights"),
+        **pruned_from(model_folder("GLM_5_2", "GLM-5.2"), 5),
         "steps": (10, "a smoke test"),
         "eval.every": (0, "a smoke test"),
         "rollout.max_new_tokens": (100, "meaningless text need not be long"),

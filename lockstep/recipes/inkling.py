@@ -27,6 +27,7 @@ from lockstep.recipes.parts import (
     dapo_math,
     megatron_trainer,
     model_folder,
+    pruned_from,
 )
 
 NAME, SMALL = "inkling", "inkling-small"
@@ -103,6 +104,7 @@ def small_pruned() -> Changes:
         "description": ("Inkling-Small's first four layers: a smoke test on four devices", "it is another model"),
         "model.catalogue": (f"{SMALL}-4layer", "its own sizes"),
         "model.path": (model_folder("INKLING_SMALL_4LAYER", "Inkling-Small-4layer"), "its own weights"),
+        **pruned_from(model_folder("INKLING_SMALL", "Inkling-Small"), 4),
         "steps": (10, "a smoke test"),
         "eval.every": (0, "a smoke test"),
         "rollout.max_new_tokens": (100, "meaningless text need not be long"),

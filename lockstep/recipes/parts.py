@@ -44,6 +44,14 @@ def model_folder(variable: str, folder: str) -> str:
     return f"${{{variable}:-${{LOCKSTEP_MODELS:-models}}/{folder}}}"
 
 
+def pruned_from(published: str, num_layers: int) -> Changes:
+    """What ``lockstep prepare`` makes of a published folder (a path of ``model_folder``) for a pruned copy."""
+    return {
+        "prepare.source": (published, "the whole model, as published"),
+        "prepare.keep_layers": (num_layers, "the copy that its name says"),
+    }
+
+
 def dapo_math(heldout: str = AIME_2024) -> FileTask:
     """DAPO-Math-17k, graded by rules, with an AIME set held out."""
     return FileTask(

@@ -28,6 +28,7 @@ from lockstep.recipes.parts import (
     gsm8k,
     megatron_trainer,
     model_folder,
+    pruned_from,
 )
 
 MOE, DENSE = "qwen3-30b-a3b", "qwen3-4b"
@@ -81,6 +82,7 @@ def moe_pruned() -> Changes:
         "description": ("Qwen3-30B-A3B's first five layers: a smoke test on one device", "it is another model"),
         "model.catalogue": (f"{MOE}-5layer", "its own sizes"),
         "model.path": (model_folder("QWEN3_30B_A3B_5LAYER", "Qwen3-30B-A3B-5layer"), "its own weights"),
+        **pruned_from(model_folder("QWEN3_30B_A3B", "Qwen3-30B-A3B"), 5),
         "steps": (10, "a smoke test"),
         "eval.every": (0, "a smoke test"),
         "rollout.max_new_tokens": (100, "meaningless text need not be long"),

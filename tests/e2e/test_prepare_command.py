@@ -83,10 +83,9 @@ def test_every_familys_stages_run_from_a_recipe_file(
     trainer = inspect(Path(result["trainer"]))
     assert trainer.ok, trainer.text()
     assert (trainer.quantisation, trainer.facts["num_layers"]) == ("none", layers)
-    if (family, scheme) != ("qwen3_moe", "mxfp4_experts"):  # no published layout
-        report = inspect(Path(result["engine"]))
-        assert report.ok, report.text()
-        assert report.quantisation == scheme
+    report = inspect(Path(result["engine"]))
+    assert report.ok, report.text()
+    assert report.quantisation == scheme
     assert len(list(Path(result["shards"]).glob("*.distcp"))) == 2
     before = contents(tmp_path / "t")
     assert run(str(file), "--stage", "shard", "--stage", "quantise").returncode == 0

@@ -298,6 +298,12 @@ def test_names_that_stay_high_precision_are_the_familys_and_those_that_are_asked
         assert ("model.layers.0.self_attn.q_proj" in listed) == bool(extra)
 
 
+def test_a_configuration_that_cannot_name_what_stays_plain_refuses_further_names(tmp_path: Path) -> None:
+    source = read_checkpoint(write_checkpoint(tmp_path / "s", "deepseek_v4_plain"))
+    with pytest.raises(CheckpointError, match="configuration has no list of modules"):
+        Quantise("fp8", (r"layers\.0\.attn\.wo_a",)).outputs(source)
+
+
 def test_every_source_tensor_is_used_and_every_promise_is_kept(tmp_path: Path) -> None:
     """(C4: names without a counterpart were ignored, and experts stayed random.)"""
     for family, transform in (("qwen3_moe", Quantise("mxfp4_experts")), ("deepseek_v4_flash", Dequantise())):

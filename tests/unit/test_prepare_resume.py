@@ -206,6 +206,22 @@ def test_a_dry_run_writes_nothing_and_knows_the_sizes(source: Path, tmp_path: Pa
     assert (planned.trainer, planned.engine) == (done.trainer, done.engine)
 
 
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_refused_source_leaves_the_target_as_it_was(existing: bool, source: Path, tmp_path: Path) -> None:
+    """A file that is not a tensor's, and a scheme that the family does not have: both are known before a write."""
+    target = tmp_path / "t"
+    if existing:
+        target.mkdir()
+    (source / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        Preparation(SETTINGS, str(source), target, Silent()).run()
+    (source / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="99"):
+        Preparation(SETTINGS.model_copy(update={"keep_layers": 99}), str(source), target, Silent()).run()
+    assert target.exists() == existing
+    assert not existing or list(target.iterdir()) == []
+
+
 def test_two_preparations_of_one_target_do_not_meet(source: Path, tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     lock = ProcessLock(tmp_path / "t" / LOCK)
