@@ -27,7 +27,7 @@ class Console:
         """The step's line, its verdict's sentence if it is not a pass, and the held-out result if there is one."""
         if self.as_json:
             self.result(dump_row(row))
-        self._stderr.print(step_line(row, num_steps))
+        self._stderr.print(step_line(row, num_steps), markup=True)  # its styles are our own
         if row["verdict/status"] != "pass":
             self.say(f"  {row['verdict/sentence']}")
         if row.get("rollout/failed"):

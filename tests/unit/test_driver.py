@@ -151,3 +151,9 @@ def test_a_held_out_result_without_a_score_says_why() -> None:
     row = {"eval/problems": 4, "eval/unscored": 4}
     assert heldout_text(row) == "4 of 4 without a score: every reward abstained"
     assert heldout_text(row | {"eval/first_error": "my:own: it broke"}) == "4 of 4 without a score: my:own: it broke"
+
+
+def test_a_steps_line_is_styled_and_its_sentence_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"step": 1, "verdict/status": "warn", "agreement/metric": "k3", "agreement/bound": 0.1, "agreement/k3": 0.2}
+    Console().step(row | {"verdict/sentence": "worst: '[bold]' after ':fire:'"}, 5)
+    assert capsys.readouterr().err == "step 1/5 · k3 0.2 · warn (bound 0.1)\n  worst: '[bold]' after ':fire:'\n"
