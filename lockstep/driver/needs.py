@@ -43,13 +43,17 @@ def needs_of(config: RunConfig, profile: Profile) -> tuple[Need, ...]:
 def refuse_absent_hardware(config: RunConfig, profile: Profile | None = None) -> None:
     """Raises ``ConfigError`` naming every device that the configuration needs and this machine lacks, and the memory
     that its transport shares."""
+    if found := absent_hardware(config, profile):
+        raise ConfigError(f"{config.name} needs other hardware", found)
+
+
+def absent_hardware(config: RunConfig, profile: Profile | None = None) -> list[Violation]:
+    """What ``refuse_absent_hardware`` names; empty where all is here."""
     asks = config.cluster.hardware is not None or config.device == "cuda" or config.cluster.gpus_per_node != 1
     if not asks and config.refit.transport not in _SHARED_BY:
-        return
+        return []
     missing = [need for need in _devices(config, profile or detect()) if not need.here]
-    if missing:
-        found = [Violation(need.key, f"{need.what}: {need.found}", need.way_out) for need in missing]
-        raise ConfigError(f"{config.name} needs other hardware", found)
+    return [Violation(need.key, f"{need.what}: {need.found}", need.way_out) for need in missing]
 
 
 def _devices(config: RunConfig, profile: Profile) -> Iterator[Need]:

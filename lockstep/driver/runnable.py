@@ -6,7 +6,7 @@ process on the machine at hand has no layout that could be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
@@ -60,14 +60,22 @@ def needs_evidence(config: RunConfig) -> bool:
 
 def refuse_to_run(config: RunConfig) -> None:
     """Raises ``ConfigError`` with everything that Lockstep can't run, or for a layout without evidence unless
-    ``cluster.unverified`` allows it."""
+    ``cluster.unverified`` allows it. With either come the devices that this machine lacks: one list, not two rounds."""
     problems = not_runnable(config)
     if needs_evidence(config) and not problems and not config.cluster.unverified:
         known = find_evidence(job_of(config))
         if known is None or not known.verified:
             problems.append(_unverified(config, known))
     if problems:
-        raise ConfigError(f"{config.name} can't run here", problems)
+        raise ConfigError(f"{config.name} can't run here", [*problems, *_absent(config, problems)])
+
+
+def _absent(config: RunConfig, told: Sequence[Violation]) -> list[Violation]:
+    """The hardware that is not here, but for keys that were told already."""
+    from lockstep.driver.needs import absent_hardware
+
+    keys = {key for violation in told for key in (violation.key, *violation.also)} - {"cluster.hardware"}
+    return [violation for violation in absent_hardware(config) if violation.key not in keys]
 
 
 def layout_facts(config: RunConfig) -> dict[str, Any]:

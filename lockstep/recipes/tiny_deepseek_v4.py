@@ -5,6 +5,8 @@ It shows that loop, engine and trainer agree on this architecture while its weig
 
 from __future__ import annotations
 
+from typing import Any
+
 from lockstep.config.environment_schema import EnvironmentConfig
 from lockstep.config.schema import (
     AlgorithmConfig,
@@ -23,6 +25,34 @@ from lockstep.config.schema import (
 from lockstep.recipes import recipe
 from lockstep.recipes.evidence import FLOAT32_ON_CUDA
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    # With few index heads ReLU ties make the indexer's top-k depend on tensor shapes.
+    "index_n_heads": 64,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "hc_mult": 2,
+    "sliding_window": 16,
+    "layer_types": [
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+}
+"""Of transformers' DeepseekV4Config; the rest are its defaults."""
+
 
 @recipe("tiny-deepseek-v4")
 def tiny_deepseek_v4() -> RunConfig:
@@ -34,32 +64,7 @@ def tiny_deepseek_v4() -> RunConfig:
         threads=1,  # so small that a second thread only waits
         model=RandomModel(
             model_type="deepseek_v4",
-            config={
-                "hidden_size": 64,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "head_dim": 32,
-                "q_lora_rank": 32,
-                "moe_intermediate_size": 32,
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 2,
-                "num_hash_layers": 1,
-                # With few index heads ReLU ties make the indexer's top-k depend on tensor shapes.
-                "index_n_heads": 64,
-                "index_head_dim": 16,
-                "index_topk": 8,
-                "o_groups": 2,
-                "o_lora_rank": 16,
-                "hc_mult": 2,
-                "sliding_window": 16,
-                "layer_types": [
-                    "heavily_compressed_attention",
-                    "compressed_sparse_attention",
-                    "heavily_compressed_attention",
-                    "compressed_sparse_attention",
-                ],
-                "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-            },
+            config=SIZES,
         ),
         prompt=PromptConfig(format="raw"),
         # Prompts are long enough for both compressors to have whole windows.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import lockstep.recipes
-from lockstep.config.errors import ConfigError
+from lockstep.config.errors import ConfigError, Violation
 from lockstep.config.load import flatten
-from lockstep.config.schema import PathModel
+from lockstep.config.schema import PathModel, RunConfig
 from lockstep.driver.folder import open_run
 from lockstep.driver.jobs import job_of
 from lockstep.driver.plan_commands import evidence_lines, make_plan
@@ -234,6 +234,22 @@ def test_what_lockstep_does_not_run_is_refused_by_name() -> None:
         ConfigError, match=r"does not run the megatron trainer yet(.|\n)*does not run the sglang engine"
     ):
         refuse_to_run(load_recipe("glm-5_2").config)
+
+
+def test_what_is_not_run_and_what_is_not_here_are_told_in_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(recipe: str, hardware: str) -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            refuse_to_run(load_recipe(recipe, hardware=hardware).config)
+        return [violation.key for violation in refused.value.violations]
+
+    def absent(config: RunConfig) -> list[Violation]:
+        keys = ("device", "cluster.hardware", "cluster.gpus_per_node", "cluster.nodes")
+        return [Violation(key, "is not here", "") for key in keys]
+
+    monkeypatch.setattr("lockstep.driver.needs.absent_hardware", absent)
+    whole = told("deepseek-v4-flash", "h200")
+    assert whole == ["trainer.backend", "rollout.engine", "cluster.nodes", "device", "cluster.hardware"]
+    assert told("qwen3-4b", "h100")[:3] == ["cluster.unverified", "device", "cluster.hardware"]
 
 
 def test_a_layout_that_nobody_has_shown_runs_with_unverified_alone_and_that_is_kept() -> None:
