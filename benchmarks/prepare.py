@@ -132,15 +132,22 @@ def measure(folder: Path, num_bytes: int, repeats: int, workers: int) -> dict[st
             processor[name].append(used)
             shutil.rmtree(target)
             os.sync()
+    used = {name: statistics.median(values) for name, values in processor.items()}
     rates = {name: jobs[name][0] / statistics.median(values) / 1e9 for name, values in found.items()}
     return {
         "source_bytes": size,
         "workers": workers,
         "load_average_1min": os.getloadavg()[0],
         "seconds": {name: [round(value, 3) for value in values] for name, values in found.items()},
-        "cpu_seconds": {name: round(statistics.median(values), 3) for name, values in processor.items()},
+        "cpu_seconds": {name: round(value, 3) for name, value in used.items()},
         "gigabytes_per_s": rates,
         "of_copy": {name: rate / rates["copy"] for name, rate in rates.items()},
+        # Source bytes a processor second, of the copy's.
+        "of_copy_by_cpu": {name: jobs[name][0] / size * used["copy"] / value for name, value in used.items()},
+        # Were the workers' cores free and nothing else the limit: source bytes a second, of the copy's measured rate.
+        "of_copy_on_free_cores": {
+            name: workers * jobs[name][0] / value / 1e9 / rates["copy"] for name, value in used.items()
+        },
     }
 
 

@@ -364,6 +364,16 @@ def test_conversions_refuse_what_has_no_counterpart() -> None:
         e4m3fnuz_to_e4m3fn(Quantised(codes(1, torch.float8_e4m3fnuz).values, smallest))
 
 
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 127.9, 128.0, 3e35])
+def test_codes_times_a_scale_are_rounded_once_at_both_ends_of_float32(scale: float) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).expand(3, -1).contiguous()
+    scales = torch.full((1, 2), scale)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = dequantise_fp8(Quantised(values, scales), dtype)
+        assert torch.equal(found, (values.to(torch.float32) * scales[0, 0]).to(dtype))
+
+
 @pytest.mark.parametrize("flush", [False, True])
 def test_all_codes_decode_to_their_values_also_where_subnormals_are_flushed(flush: bool) -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
