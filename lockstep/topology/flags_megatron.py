@@ -96,6 +96,7 @@ LAYOUT: dict[str, Row] = {
     "--optimizer": Row("train.switches.optimizer", _TRAINING, text),
     "--use-torch-fsdp2": Row("train.switches.torch_fsdp2", _DISTRIBUTED),
     "--use-megatron-fsdp": Row("train.switches.megatron_fsdp", _DISTRIBUTED),
+    "--data-parallel-sharding-strategy": Row("train.switches.fsdp_sharding", _DISTRIBUTED, text),
 }
 """Parallel sizes and what only the layout rules read."""
 

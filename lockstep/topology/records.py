@@ -138,6 +138,7 @@ class MegatronSwitches:
     optimizer: str = "adam"  # --optimizer
     torch_fsdp2: bool = False  # --use-torch-fsdp2
     megatron_fsdp: bool = False  # --use-megatron-fsdp
+    fsdp_sharding: str | None = None  # --data-parallel-sharding-strategy; None: its default, optim_grads_params
     te_version: tuple[int, ...] = ()  # Transformer Engine's release
     padded_vocab: int | None = None  # rows of the embedding where they are given and not padded
 

@@ -59,22 +59,44 @@ def stage_memory(job: Job, stages: tuple[tuple[int, ...], ...]) -> tuple[StageMe
         ends = {"first_stage": stage == 0, "last_stage": stage == len(stages) - 1}
         held = rank_parameters(job.model, layout, layers, **ends)
         states, host = _optimizer(held, job)
-        weights = round(held.total * BYTES[job.memory.weight_dtype])
-        gradients = held.total * BYTES[job.memory.grad_dtype]
+        spread = fsdp_shards(layout)
+        weights = round(_of_a_rank(held, job, shared="params" in spread) * BYTES[job.memory.weight_dtype])
+        gradients = round(_of_a_rank(held, job, shared="grads" in spread) * BYTES[job.memory.grad_dtype])
         found.append(StageMemory(stage, layers, weights, gradients, states, host))
     return tuple(found)
+
+
+def fsdp_shards(layout: TrainLayout) -> str:
+    """What Megatron's FSDP or PyTorch's spreads over data-parallel ranks, of "optim_grads_params"; "" without one."""
+    switches = layout.switches
+    if switches.megatron_fsdp:
+        return switches.fsdp_sharding or "optim_grads_params"
+    return "optim_grads_params" if switches.torch_fsdp2 else ""
+
+
+def _of_a_rank(held: RankParameters, job: Job, *, shared: bool) -> float:
+    """Parameters of a rank, or its share of those of all data-parallel ranks."""
+    dense, expert = data_parallel(job) if shared else (1, 1)
+    return held.dense / dense + held.experts / expert
 
 
 def static_items(job: Job, held: StageMemory) -> list[MemoryItem]:
     """Weights, gradients and optimizer states as items."""
     dense, expert = data_parallel(job)
-    spread = f"over dp·cp {dense}, experts over {expert}" if job.memory.distributed_optimizer else "not distributed"
+    ranks, shards = f"over dp·cp {dense}, experts over {expert}", fsdp_shards(job.train or TrainLayout())
+    spread = ranks if job.memory.distributed_optimizer or "optim" in shards else "not distributed"
+    weights_over, gradients_over = (f" {ranks}" if part in shards else "" for part in ("params", "grads"))
     share = job.memory.optimizer_offload_fraction
     off = f"; {share:.0%} of them in host memory" if share else ""
     bits = job.memory
     items = [
-        MemoryItem("weights", held.weights, "counted", f"{BYTES[bits.weight_dtype]} bytes a parameter"),
-        MemoryItem("gradients", held.gradients, "counted", f"main buffer, {BYTES[bits.grad_dtype]} bytes a parameter"),
+        MemoryItem("weights", held.weights, "counted", f"{BYTES[bits.weight_dtype]} bytes a parameter{weights_over}"),
+        MemoryItem(
+            "gradients",
+            held.gradients,
+            "counted",
+            f"main buffer, {BYTES[bits.grad_dtype]} bytes a parameter{gradients_over}",
+        ),
         MemoryItem(
             "optimizer states", held.optimizer, "counted", f"{optimizer_bytes(bits)} bytes a parameter {spread}{off}"
         ),
@@ -99,6 +121,8 @@ def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> l
         items.append(_activations(job, held, tokens, basis))
         if job.memory.stream_optimizer:
             items.append(_streamed(job, held))
+        if shards := fsdp_shards(layout):
+            items.append(_gathered(job, held, shards))
     elif phase == "score":
         working = max((_layer(job, layer, tokens, working=True) for layer in held.layers), default=0)
         items.append(MemoryItem("activations", working, basis, f"one layer of {tokens} tokens, no gradient"))
@@ -174,6 +198,17 @@ def num_micro_batches(job: Job) -> int | None:
     return max(1, -(-samples * length // (replicas * layout.cp * tokens)))
 
 
+def _gathered(job: Job, held: StageMemory, shards: str) -> MemoryItem:
+    """Layers of which FSDP has the whole weights or gradients at once: one in use, one on its way."""
+    layout, bits = job.train or TrainLayout(), job.memory
+    layers = (
+        rank_parameters(job.model, layout, (layer,), first_stage=False, last_stage=False) for layer in held.layers
+    )
+    widths = ("params" in shards) * BYTES[bits.weight_dtype] + ("grads" in shards) * BYTES[bits.grad_dtype]
+    size = round(2 * max((layer.total for layer in layers), default=0) * widths)
+    return MemoryItem("gathered layers", size, "assumed", f"two layers whole, {widths} bytes a parameter")
+
+
 def _streamed(job: Job, held: StageMemory) -> MemoryItem:
     """States that pass through the device, two layers' at once: one being used, one on its way."""
     parameters = held.weights // BYTES[job.memory.weight_dtype] // max(1, len(held.layers))
@@ -220,8 +255,8 @@ def _layer(job: Job, layer: int, tokens: int, imbalance: float = ROUTING_IMBALAN
 def _optimizer(held: RankParameters, job: Job) -> tuple[int, int]:
     """Bytes of optimizer states on the device and in host memory. Streamed ones live on a disk."""
     memory = job.memory
-    dense, expert = data_parallel(job) if memory.distributed_optimizer else (1, 1)
-    parameters = held.dense / dense + held.experts / expert
+    distributed = memory.distributed_optimizer or "optim" in fsdp_shards(job.train or TrainLayout())
+    parameters = _of_a_rank(held, job, shared=distributed)
     share = memory.optimizer_offload_fraction
     if memory.stream_optimizer:
         return 0, 0

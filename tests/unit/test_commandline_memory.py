@@ -116,3 +116,28 @@ def test_four_bit_checkpoints_of_dense_models_count_their_linears(tmp_path: Path
     weights = verdict.plan.phase("generate").item("weights", "engine")
     assert weights is not None
     assert weights.num_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("option", "weights", "gradients", "states"),
+    [
+        ("", 16.06, 16.06, 12.05),
+        ("--use-megatron-fsdp", 16.06 / 8, 16.06 / 8, 12.05),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 16.06, 16.06 / 8, 12.05),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 16.06, 16.06, 12.05),
+        ("--use-torch-fsdp2", 16.06 / 8, 16.06 / 8, 12.05),
+    ],
+)
+def test_what_fsdp_spreads_over_data_parallel_ranks(
+    tmp_path: Path, option: str, weights: float, gradients: float, states: float
+) -> None:
+    """NVIDIA/Megatron-LM examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh on eight H100; the strategies are
+    those of megatron/training/arguments.py: --data-parallel-sharding-strategy."""
+    verdict = judged(tmp_path, LLAMA.replace("--bf16", f"--bf16 {option}"), "h100")
+    assert verdict.plan is not None
+    items = {item.name: item.num_bytes / 1e9 for item in verdict.plan.phase("train").items}
+    assert items["weights"] == pytest.approx(weights, rel=1e-3)
+    assert items["gradients"] == pytest.approx(gradients, rel=1e-3)
+    assert items["optimizer states"] == pytest.approx(states, rel=1e-3)
+    assert ("gathered layers" in items) == bool(option)
+    assert not [finding for finding in fit(verdict) if finding.severity == "error"]

@@ -18,6 +18,7 @@ from lockstep.topology.memory import MARGIN, NOT_MODELLED, compare_plans, plan_m
 from lockstep.topology.memory_records import PHASES, MemoryPlan
 from lockstep.topology.parameters import rank_parameters
 from lockstep.topology.records import Batch, EngineLayout, Job, TrainLayout, TrainMemory
+from lockstep.topology.rules import apply
 from lockstep.topology.trainer_memory import ASSUMED_TOKENS, micro_batch_tokens
 
 KNOWN = {known.name: known for known in known_layouts()}

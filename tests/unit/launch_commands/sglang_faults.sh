@@ -1,5 +1,5 @@
 #!/bin/bash
-# Modelled on sgl-project/sglang docs/basic_usage/deepseek_v32.md, as a batch script. Planted: the number of GPUs is
+# Modelled on sglang docs/basic_usage/deepseek_v32.md at 7bc99464, as a batch script. Planted: the number of GPUs is
 # asked of the machine, an all-to-all that overrides the expert size, a data-parallel size that does not divide tp.
 #SBATCH --nodes=2
 #SBATCH --gres=gpu:h100:8

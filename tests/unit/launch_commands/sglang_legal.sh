@@ -1,5 +1,5 @@
 #!/bin/bash
-# Modelled on sgl-project/sglang docs/basic_usage/deepseek_v32.md: DP attention within the tensor-parallel group.
+# Modelled on sglang docs/basic_usage/deepseek_v32.md at 7bc99464: DP attention within the tensor-parallel group.
 python3 -m sglang.launch_server \
   --model-path deepseek-ai/DeepSeek-V4-Flash --trust-remote-code \
   --tp 8 --dp 8 --enable-dp-attention --ep-size 8 \

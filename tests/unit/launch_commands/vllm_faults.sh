@@ -1,5 +1,5 @@
 #!/bin/bash
-# Modelled on vllm-project/vllm docs/serving/expert_parallel_deployment.md and the heads of zai-org/GLM-4.7-Flash (20).
+# Modelled on vllm docs/serving/expert_parallel_deployment.md at 13642f1e and the heads of zai-org/GLM-4.7-Flash (20).
 # Planted: heads that 8 ranks can't share, a flag that a later release renamed, experts where there are none.
 set -euo pipefail
 TP=8

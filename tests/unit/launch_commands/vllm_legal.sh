@@ -1,5 +1,5 @@
 #!/bin/bash
-# Modelled on vllm-project/vllm docs/serving/expert_parallel_deployment.md: one node, data-parallel attention, experts
+# Modelled on vllm docs/serving/expert_parallel_deployment.md at 13642f1e: one node, data-parallel attention, experts
 # spread over all ranks; the model's name and the sizes by variables.
 MODEL=${MODEL:-"Qwen/Qwen3-30B-A3B-FP8"}
 DP_SIZE=$((8 / ${TP_SIZE:=1}))
