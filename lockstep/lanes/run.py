@@ -65,6 +65,7 @@ class LaneRun:
             slack_mib=catalogue.gpu_memory_slack_mib,
         )
         self.seen: dict[str, _Seen] = {}
+        self.broken: dict[str, str] = {}
         self.started = datetime.now(UTC)
         self.clock = time.monotonic()
         self.evidence: str | None = None
@@ -172,8 +173,13 @@ class LaneRun:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember each failure by item: those of subtests are reported here alone, while their test passes."""
+        if report.failed:
+            self.broken.setdefault(report.nodeid, f"{report.when}: {_last_line(report)}")
+
     def _keep(self, seen: _Seen, item: pytest.Item, reports: list[pytest.TestReport]) -> None:
-        bad = [report for report in reports if report.failed]
+        bad = self.broken.get(item.nodeid)
         skipped = [report for report in reports if report.skipped]  # an expected failure has shown nothing either
         seen.outcomes.append("failed" if bad else "skipped" if skipped else "passed")
         seen.seconds += sum(report.duration for report in reports)
@@ -181,8 +187,8 @@ class LaneRun:
         seen.timeout_s = float(mark.args[0]) if mark and mark.args else None
         recorder = item.stash.get(RECORDER, None)
         seen.gates += recorder.gates if recorder else []
-        for report in [*bad, *skipped]:
-            seen.why = seen.why or f"{report.when}: {_last_line(report)}"
+        reasons = [bad] if bad else [f"{report.when}: {_last_line(report)}" for report in skipped]
+        seen.why = seen.why or next(iter(reasons), "")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -281,6 +281,15 @@ def test_an_expected_failure_or_a_swallowed_gate_is_no_success(
     assert says in ended.runs[0].tests[0].why
 
 
+def test_a_subtest_that_fails_fails_its_test(tmp_path: Path) -> None:
+    text = HEAD + "import unittest\nclass TestU(unittest.TestCase):\n    def test_x(self):\n"
+    text += "        for n in range(2):\n            with self.subTest(n=n): self.assertEqual(n, 0)\n"
+    ended = run_pytest(plant(tmp_path, {"tests/test_a.py": text}), "--lane", "cpu")
+    assert ended.code == 1
+    assert outcomes(ended) == {"test_x": "failed"}
+    assert "1 != 0" in ended.runs[0].tests[0].why
+
+
 def test_an_expected_failure_without_a_mark_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
     text = HEAD + "def test_x(): pass\n@pytest.mark.xfail\ndef test_y(): assert 0\n"
     ended = run_pytest(plant(tmp_path, {"tests/test_a.py": text}), "--lane", "cpu")
