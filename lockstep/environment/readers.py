@@ -19,14 +19,15 @@ import hashlib
 import importlib.util
 import json
 import logging
-import mmap
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lockstep.environment.libraries import binaries_with
 from lockstep.environment.reachability import Platform
 from lockstep.environment.source_scan import Call, FileScan, Site, Wrapper, scan_source
 
@@ -35,6 +36,12 @@ logger = logging.getLogger(__name__)
 Read = Literal["read", "not read", "unknown"]
 SCANNER_VERSION = 1
 """To be raised with any change of what the scan understands: kept answers of another version are not used."""
+
+LIMIT_S = 120
+"""Seconds after which the reading of one package is given up: what was not found is unknown then."""
+
+LARGE = 500
+"""Files of a package whose reading is announced."""
 
 NOT_RUN = frozenset({"test", "tests", "testing", "benchmark", "benchmarks", "examples", "docs", "__pycache__"})
 """Folders of a package that no engine or trainer imports."""
@@ -121,7 +128,12 @@ def ask(package: Package, names: Iterable[str], platform: Platform | None = None
     kept = _Kept(package.root, files, platform)
     missing = [name for name in wanted if name not in kept.answers]
     if missing:
-        kept.add(_scan(package, files, missing, platform))
+        if len(files) > LARGE:
+            logger.warning("reading %d files of %s, once for this version", len(files), package.title)
+        scanned, whole = _scan(package, files, missing, platform)
+        if not whole:
+            return {name: (kept.answers | scanned)[name] for name in wanted}
+        kept.add(scanned)
     return {name: kept.answers[name] for name in wanted}
 
 
@@ -140,6 +152,7 @@ class _Index:
 
     scans: dict[str, FileScan] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
+    late: bool = False
 
     def sites(self, kind: Literal["reads", "used", "mentions"]) -> Iterator[tuple[str, Site]]:
         for file, scan in self.scans.items():
@@ -152,11 +165,16 @@ class _Index:
 
 def _scan(
     package: Package, files: Sequence[Path], names: Sequence[str], platform: Platform | None
-) -> dict[str, Answer]:
+) -> tuple[dict[str, Answer], bool]:
+    """Answers, and whether the whole source was read for them in time."""
     assert package.root is not None
     mentioned = re.compile(b"|".join(re.escape(name.encode()) for name in sorted(names, key=len, reverse=True)))
     index = _Index()
+    deadline = time.monotonic() + LIMIT_S
     for path in files:
+        if time.monotonic() > deadline:
+            index.late = True
+            break
         data = path.read_bytes()
         touches = b"environ" in data or b"getenv" in data
         if mentioned.search(data) or (touches and _BY_OTHER_THAN_TEXT.search(data)):
@@ -168,10 +186,11 @@ def _scan(
     judged = _Judged(package, index)
     answers = {name: judged.answer(name) for name in names}
     unread = [name for name, answer in answers.items() if answer.read == "not read"]
-    return answers | {
+    held = {
         name: Answer("unknown", f"binary: the name occurs in {library}, whose use of it can't be seen", (library,))
         for name, library in binaries_with(package.root, unread).items()
     }
+    return answers | held, not index.late
 
 
 class _Judged:
@@ -280,6 +299,8 @@ class _Judged:
 
     def _not_read(self, name: str, dead: list[tuple[str, str]], default: str) -> Answer:
         title = self._package.title
+        if self._index.late:
+            return Answer("unknown", f"reading the source of {title} was given up after {LIMIT_S} s")
         if dead:
             place, why = dead[0]
             return Answer("not read", f"only code that can't run here reads it: {why}", (place,), default)
@@ -320,30 +341,6 @@ def _close_wrappers(wrappers: Sequence[Wrapper]) -> list[Wrapper]:
         if not new:
             return found
         found += new
-
-
-# --- binaries ---------------------------------------------------------------------------------------------------------
-
-
-def binaries_with(root: Path, names: Sequence[str]) -> dict[str, str]:
-    """Names that occur as text in shared libraries below ``root``: name → the library's file name."""
-    found: dict[str, str] = {}
-    if not names:
-        return found
-    for folder, _, files in os.walk(root):
-        for file in files:
-            if re.search(r"\.so(\.\d+)*$", file) and len(found) < len(names):
-                found |= _names_in(Path(folder) / file, [name for name in names if name not in found])
-    return found
-
-
-def _names_in(library: Path, names: Sequence[str]) -> dict[str, str]:
-    try:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            # Ended by a zero byte: a string of its own, not the beginning of a longer one.
-            return {name: library.name for name in names if data.find(name.encode() + b"\0") >= 0}
-    except (OSError, ValueError):  # gone, or empty
-        return {}
 
 
 # --- kept answers -----------------------------------------------------------------------------------------------------

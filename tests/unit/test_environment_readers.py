@@ -75,7 +75,7 @@ def test_a_lookup_is_a_reader(source: str, tmp_path: Path) -> None:
         ('os.putenv("X_FLAG", "1")', "does not know it"),
         ('os.environ.pop("X_FLAG", None)', "does not know it"),
         ('del os.environ["X_FLAG"]', "does not know it"),
-        ('import copy\nfrom copy import copy as c\nx = copy(os)\ny = c(x)\nz = (lambda: 1)()', "does not know it"),
+        ("import copy\nfrom copy import copy as c\nx = copy(os)\ny = c(x)\nz = (lambda: 1)()", "does not know it"),
         ('value = os.getenv("X_FLAG_LONGER") or os.getenv("AN_X_FLAG")', "does not know it"),
         ('if False:\n    value = os.getenv("X_FLAG")', "runs only if `False`"),
         ('if True:\n    pass\nelse:\n    value = os.getenv("X_FLAG")', "runs only if not `True`"),
@@ -352,3 +352,26 @@ def test_this_package_reads_what_it_says() -> None:
     assert any(place.startswith("environment/readers.py") for place in answers["XDG_CACHE_HOME"].places)
     assert answers["LOCKSTEP_NOTHING"].read == "not read"
     assert os.environ.get("LOCKSTEP_NOTHING") is None
+
+
+def test_a_package_that_takes_too_long_is_given_up_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"a.py": 'import os\nvalue = os.environ["X_FLAG"]', "b.py": 'import os\nvalue = os.environ["Y_FLAG"]'}
+    package = plant(tmp_path, "planted", files)
+    clock = iter([0.0, 1.0, 2.0, readers.LIMIT_S + 1.0])
+    with monkeypatch.context() as patched:
+        patched.setattr(readers.time, "monotonic", lambda: next(clock))
+        patched.setattr(readers, "LARGE", 1)
+        late = ask(package, ["X_FLAG", "Y_FLAG"])
+    assert f"files of {package.title}, once for this version" in caplog.text
+    assert {late["X_FLAG"].read, late["Y_FLAG"].read} == {"read", "unknown"}
+    assert f"given up after {readers.LIMIT_S} s" in late["X_FLAG"].reason + late["Y_FLAG"].reason
+    again = ask(package, ["X_FLAG", "Y_FLAG"])
+    assert [again[name].read for name in ("X_FLAG", "Y_FLAG")] == ["read", "read"]
+
+
+@pytest.mark.parametrize("source", ["env = copy(os.environ)", "for key in items(os.environ):\n    pass", "x = copy()"])
+def test_a_call_of_a_bare_name_is_no_method(source: str, tmp_path: Path) -> None:
+    """``copy(os.environ)`` has no object whose method it is: the scan goes on, and a later lookup counts."""
+    assert answer(tmp_path, f'{source}\nvalue = os.environ["X_FLAG"]').read == "read"
