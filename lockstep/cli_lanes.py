@@ -55,12 +55,13 @@ def plan(
     illegal layout, or nothing selected.
     """
     from lockstep.lanes.commands import plan_project
+    from lockstep.lanes.files import write_text
     from lockstep.lanes.render import render_plan
 
     names = tuple(name for name in (part.strip() for part in labels.split(",")) if name)
     made = plan_project(root, names, changed_since, tuple(stage or ()), online, collect=collect)
     if out is not None:
-        out.write_text(made.to_json() + "\n", encoding="utf-8")
+        write_text(out, made.to_json() + "\n")
     print(made.to_json() if as_json else render_plan(made, verbose=verbose))
     if made.problems:
         raise typer.Exit(1)

@@ -156,7 +156,8 @@ def load_catalogue(root: Path) -> Catalogue:
         table = outer.get("tool", {}).get("lockstep", {}).get("lanes")
         if table is None:
             raise LanesError(
-                f"{root} has no {FILE} and no [tool.lockstep.lanes] in pyproject.toml; docs/lanes.md has one"
+                f"{root} has no {FILE} and no [tool.lockstep.lanes] in pyproject.toml (docs/lanes.md has one); "
+                "start in the project's root, or name it: --root for lockstep lanes, --rootdir for pytest"
             )
     problems: list[str] = []
     catalogue = _build(Catalogue, table, FILE, problems)

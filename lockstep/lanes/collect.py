@@ -22,6 +22,10 @@ VARIABLE = "LOCKSTEP_LANES_COLLECTED"
 """Where the collecting process (``collected``) writes what it found."""
 
 
+LIMIT_S = 600.0
+"""How long the collection of a folder may take: a file that waits while it is imported would hold the plan for ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collection:
     """``problems``: registered tests that pytest does not collect. ``notes``: what could not be looked at here."""
@@ -81,7 +85,12 @@ def run_collection(root: Path, python: str, files: list[str]) -> tuple[set[str],
         out = Path(folder) / "collected.json"
         command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "lockstep.lanes.collected", *files]
         environment = {**os.environ, VARIABLE: str(out)}
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return set(), dict.fromkeys(files, f"the collection did not end within {LIMIT_S:g} s")
         if not out.exists():
             why = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["no output"]
             return set(), dict.fromkeys(files, f"pytest ended with {done.returncode}: {why[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.lanes import LanesError
+from lockstep.lanes.collect import run_collection
 from lockstep.lanes.plan import Plan, make_plan, matrix, read_project
 from tests.unit.lanes_planted import CATALOGUE, HEAD, commit, lanes, lanes_json, mark, plant
 
@@ -243,3 +245,18 @@ def test_a_layout_check_that_gives_no_answer_makes_the_plan_red(tmp_path: Path, 
     text = mark(more=f'layout={{"*": {{"how": "{how}"}}}}') + "def test_b(): pass\n"
     (found,) = problems(tmp_path, text, catalogue)
     assert says in found
+
+
+def test_a_file_that_hangs_while_it_is_imported_does_not_hold_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.lanes.collect.LIMIT_S", 3.0)
+    root = plant(tmp_path, {"tests/test_a.py": "import time\ntime.sleep(100)\n"})
+    found, failed = run_collection(root, sys.executable, ["tests/test_a.py"])
+    assert (found, failed) == (set(), {"tests/test_a.py": "the collection did not end within 3 s"})
+
+
+def test_a_plan_is_written_into_a_folder_that_is_made(tmp_path: Path) -> None:
+    root = commit(plant(tmp_path, {"tests/test_a.py": "def test_a(): pass\n"}))
+    assert lanes(root, "plan", "--no-collect", "--out", "new/plan.json")[0] == 0
+    assert Plan.read(root / "new/plan.json").problems == ()
