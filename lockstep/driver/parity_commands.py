@@ -232,16 +232,21 @@ def print_attribution(result: Attribution) -> None:
 
 
 def _trial_row(trial: Trial) -> list[str]:
-    noise = "" if trial.noise is None else f"{trial.noise.low:+.3g} to {trial.noise.high:+.3g}"
+    noise = "" if trial.noise is None else f"{_change(trial.noise.high)} to {_change(trial.noise.low)}"
     return [
         _label(trial),
         "undefined" if trial.value is None else f"{trial.value:.4g}",
-        "" if trial.effect is None else f"{-trial.effect:+.3g}",
+        "" if trial.effect is None else _change(trial.effect),
         noise,
         {"noise": "inside the noise", "unknown": ""}.get(trial.judgement, trial.judgement)
         + (f": {trial.refused}" if trial.refused else ""),
         "" if trial.price is None else f"{-100 * trial.price:+.0f} % tok/s",
     ]
+
+
+def _change(effect: float) -> str:
+    """An effect, of which more is better, as the change of the metric, of which less is; 0 has no sign of its own."""
+    return f"{0.0 - effect:+.3g}"
 
 
 def _label(trial: Trial) -> str:

@@ -351,7 +351,7 @@ def sentence(result: Attribution) -> str:
         return f"undecided after {len(result.trials)} runs, the whole budget: {result.metric} {start}, {bound}{least}"
     if result.status == "unexplained":
         best = result.best
-        reached = "none of them changes it beyond noise"
+        reached = "none of them lowers it beyond noise"
         if best.factors and best.judgement in ("improves", "restores"):
             reached = f"at best {_number(best.value)} ({' + '.join(sorted(best.factors))})"
         return (

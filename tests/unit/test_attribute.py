@@ -82,7 +82,7 @@ def test_a_cause_outside_the_factors_is_unexplained_with_what_was_reached() -> N
     assert "at best 0.2 (a)" in sentence(result)
     alone = attribute(Counted(lambda names: 0.3), factors(*"abc"), BOUND)
     assert alone.status == "unexplained"
-    assert "none of them changes it beyond noise" in sentence(alone)
+    assert "none of them lowers it beyond noise" in sentence(alone)
 
 
 def test_the_budget_is_honoured_and_an_unfinished_search_does_not_claim_to_be_one() -> None:

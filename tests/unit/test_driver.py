@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.driver.console import Console, heldout_text
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
-from lockstep.driver.parity_commands import print_table
+from lockstep.driver.parity_commands import print_attribution, print_table
 from lockstep.driver.progress import Progress
 from lockstep.driver.rows import (
     duplicate_share,
@@ -23,6 +23,7 @@ from lockstep.driver.rows import (
     unscored_counts,
 )
 from lockstep.driver.scoring import split_for_optimizer
+from lockstep.parity.attribute import Factor, Scores, attribute
 from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
 
 
@@ -157,3 +158,18 @@ def test_a_steps_line_is_styled_and_its_sentence_is_not(capsys: pytest.CaptureFi
     row = {"step": 1, "verdict/status": "warn", "agreement/metric": "k3", "agreement/bound": 0.1, "agreement/k3": 0.2}
     Console().step(row | {"verdict/sentence": "worst: '[bold]' after ':fire:'"}, 5)
     assert capsys.readouterr().err == "step 1/5 · k3 0.2 · warn (bound 0.1)\n  worst: '[bold]' after ':fire:'\n"
+
+
+def test_an_effect_and_its_interval_are_changes_of_the_metric_with_one_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    def evaluate(names: frozenset[str]) -> Scores:
+        size = 0.5 - 0.4 * ("good" in names) + 0.4 * ("bad" in names)
+        return Scores(tuple(np.full(5, size + 0.01 * index) for index in range(8)))
+
+    factors = [Factor(name, name, None) for name in ("good", "bad", "idle")]
+    print_attribution(attribute(evaluate, factors, bound=0.2, budget=20))
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    for name, sign in (("good", "-"), ("bad", "+")):
+        effect, low, high = (float(lines[name][place]) for place in (2, 3, 5))
+        assert lines[name][2].startswith(sign)
+        assert low <= effect <= high
+    assert lines["idle"][2:6] == ["+0", "+0", "to", "+0"]
