@@ -126,13 +126,7 @@ def run_refit(
         derived=derived,
         same_bytes_as=moved.same_bytes_as,
     )
-    if moved.same_bytes_as is not None:
-        logger.warning(
-            "refit: version %d travelled with the very bytes of version %d: either no step was taken, or its change is "
-            "below the weights' rounding, or what is sent is not what is trained",
-            manifest.version,
-            moved.same_bytes_as,
-        )
+    _warn_of_same_bytes(receipt)
     if receipt.failed:
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
         receiver.abort(reason)
@@ -143,6 +137,16 @@ def run_refit(
         receiver.abort(f"{type(error).__name__}: {error}")
         raise RefitError(f"refit to version {manifest.version} could not be resumed from: {error}", receipt) from error
     return receipt
+
+
+def _warn_of_same_bytes(receipt: Receipt) -> None:
+    if receipt.same_bytes_as is not None:
+        logger.warning(
+            "refit: version %d travelled with the very bytes of version %d: either no step was taken, or its change is "
+            "below the weights' rounding, or what is sent is not what is trained",
+            receipt.version,
+            receipt.same_bytes_as,
+        )
 
 
 def _claims(
