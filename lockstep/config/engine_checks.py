@@ -23,6 +23,12 @@ VLLM_ENGINE_ARGS = {
 }
 """Arguments of vLLM's engine that change how it computes, and neither what it samples from nor the weights' form."""
 
+_NOT_REFITTED = {
+    "speculative_config": "starts a drafter, whose weights no refit brings: it would draft with an old policy's",
+    "enable_lora": "makes room for adapters, which no refit brings: the engine would sample from the base weights",
+}
+"""Refused like any other, with a reason of their own."""
+
 
 @rule
 def settings_belong_to_the_engine(config: RunConfig) -> Iterator[Violation]:
@@ -75,7 +81,7 @@ def vllm_engine_args_are_harmless(config: RunConfig) -> Iterator[Violation]:
     for name in sorted(config.rollout.vllm.engine_args.keys() - VLLM_ENGINE_ARGS.keys()):
         yield Violation(
             "rollout.vllm.engine_args",
-            f"{name} is none of those that leave sampling and weights alone",
+            f"{name} {_NOT_REFITTED.get(name, 'is none of those that leave sampling and weights alone')}",
             f"remove {name}, or use the setting of Lockstep that decides it",
             allowed=", ".join(VLLM_ENGINE_ARGS),
         )

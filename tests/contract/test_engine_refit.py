@@ -271,6 +271,37 @@ def test_a_prompt_prefilled_before_a_refit_is_not_reused_after_it():
     np.testing.assert_allclose(last.logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_indexers_cached_keys_do_not_outlive_its_weights(architecture, kept, monkeypatch):
+    """Only the indexer's weights are new: all other keys and values are those of before, and a stale entry would change
+    nothing but which positions are attended to."""
+    old, new = tiny_model(architecture, seed=1), tiny_model(architecture, seed=1)
+    other = dict(tiny_model(architecture, seed=2).named_parameters())
+    indexers = [(name, parameter) for name, parameter in new.named_parameters() if ".indexer." in name]
+    assert indexers
+    with torch.no_grad():
+        for name, parameter in indexers:
+            parameter.copy_(other[name])
+    engine = make_engine(old, num_slots=2)
+    if kept:  # the entry, switched off
+        monkeypatch.setattr(engine._scheduler, "drop_caches", lambda: None)
+    prompt = np.random.default_rng(0).integers(3, 90, 48).astype(np.int32)
+    requests = [make_request(str(i), prompt.tolist(), seed=i, max_new_tokens=8) for i in range(6)]
+
+    async def scenario() -> list[Any]:
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+        while engine.stats.num_finished < 2:
+            await asyncio.sleep(0)
+        refit(engine, new, version=1)
+        return list(await asyncio.gather(*tasks))
+
+    last = asyncio.run(scenario())[-1]
+    expected = full_logprobs(new, requests[-1].prompt_tokens, last)
+    difference = np.abs(last.logprobs - expected).max()
+    assert difference > 1e-3 if kept else difference < 1e-5
+
+
 def test_a_pause_of_the_callers_outlasts_a_refit():
     engine = make_engine(tiny_model("qwen3", seed=1))
     contract.a_pause_of_the_callers_outlasts_a_refit(engine, lambda: refit(engine, tiny_model("qwen3", seed=2), 1))

@@ -411,3 +411,15 @@ def test_keys_named_by_violations_exist() -> None:
 def test_path_keys_are_all_the_keys_that_name_files() -> None:
     paths = {dotted(k.path) for k in walk() if k.path[-1].endswith("path") and k.path[-1] != "fast_path"}
     assert paths | {"rollout.python", "refit.folder", "prepare.target"} == PATH_KEYS
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("speculative_config", "starts a drafter, whose weights no refit brings"),
+        ("enable_lora", "makes room for adapters"),
+    ],
+)
+def test_an_engine_with_weights_that_no_refit_brings_is_refused_for_that_reason(name: str, why: str) -> None:
+    config = config_with(VLLM | {f"rollout.vllm.engine_args.{name}": 1})
+    assert any(f"{name} {why}" in violation.message for violation in check(config))
