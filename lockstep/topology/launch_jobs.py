@@ -150,6 +150,8 @@ def _memory(program: Program, settings: Settings) -> TrainMemory:
     if program.project == "megatron":
         values.setdefault("distributed_optimizer", False)
         values.setdefault("weight_dtype", "fp32")
+    if program.project == "verl":
+        values.setdefault("offload_optimizer", False)  # its own key, apart from param_offload
     if program.project == "verl" and settings.get("train.backend", "fsdp") == "fsdp":
         values["recompute"] = "full" if settings.get("launch.checkpointing") else "none"
     if settings.get("launch.fp8_format"):

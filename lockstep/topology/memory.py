@@ -170,15 +170,27 @@ def _worst(
 
 def _trainer_items(job: Job, trainer: _Trainer, held: StageMemory, phase: Phase) -> list[MemoryItem]:
     items = [*trainer.overhead]
-    away = job.memory.offload_weights and job.colocated
-    if not away or phase not in ("generate", "refit"):
-        items += trainer.static(job, held)
-    elif phase == "refit":
-        items += [item for item in trainer.static(job, held) if item.name == "weights"]
+    items += [item for item in trainer.static(job, held) if not _is_away(job, item.name, phase)]
     items += trainer.phase(held, phase)
     if phase == "refit":
         items += _buckets(job, "trainer")
     return items
+
+
+def _is_away(job: Job, name: str, phase: Phase) -> bool:
+    """Whether an item of the trainer's own state is not on the device in a phase.
+
+    Where the optimizer is offloaded apart, each phase loads what it needs: scoring no gradients, training alone the
+    optimizer's states (verl engine/megatron/transformer_impl.py: to, EngineEvalModeCtx).
+    """
+    apart, memory = job.memory.offload_optimizer is not None, job.memory
+    if apart and name == "optimizer states":
+        return bool(memory.offload_optimizer) and phase != "train"
+    if not (memory.offload_weights and job.colocated):
+        return False
+    if phase == "score":
+        return apart and name == "gradients"
+    return phase == "generate" or (phase == "refit" and name != "weights")
 
 
 def _engine_items(job: Job, trainer: _Trainer, engine: EngineMemory | None, phase: Phase) -> tuple[MemoryItem, ...]:
@@ -222,11 +234,14 @@ def _host(job: Job, trainer: _Trainer) -> list[MemoryItem]:
         note = f"{here} ranks; master, m, v and a pinned gradient"
         items.append(MemoryItem("optimizer states", states * here, "counted", note, "Megatron hybrid_optimizer.py"))
     if job.memory.offload_weights and job.memory.offload_target == "cpu" and job.colocated:
-        again = job.memory.rematerialise_weights
-        resident = max(held.total - held.weights * again for held in trainer.stages)
+        again, stays = job.memory.rematerialise_weights, job.memory.offload_optimizer is False
+        resident = max(held.total - held.weights * again - held.optimizer * stays for held in trainer.stages)
         left = "all but weights, which are made again" if again else "everything"
         note = f"{here} ranks; {left} of the trainer while the engine generates"
         items.append(MemoryItem("trainer's state", resident * here, "counted", note, "torch_memory_saver"))
+    elif job.memory.offload_optimizer and (resident := max(held.optimizer for held in trainer.stages)):
+        note = f"{here} ranks; the optimizer's states while nothing is trained"
+        items.append(MemoryItem("offloaded states", resident * here, "counted", note, "verl optimizer_offload"))
     if job.engine is not None:
         buckets = sum(item.num_bytes for item in _buckets(job, "trainer"))
         if buckets:

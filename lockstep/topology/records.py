@@ -174,7 +174,9 @@ class TrainLayout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainMemory:
     """Precision, optimizer and recomputation of the trainer. ``optimizer_offload_fraction``: share of the optimizer's
-    states kept in host memory. ``fp8``: weights' recipe in training. ``offload_target``: where ``offload_weights`` puts
+    states kept in host memory. ``offload_weights``: weights and gradients leave the device while engines generate, and
+    the optimizer's states with them (None) unless ``offload_optimizer`` says apart whether these are there in training
+    alone, as verl does. ``fp8``: weights' recipe in training. ``offload_target``: where ``offload_weights`` puts
     them; ``rematerialise_weights``: no copy is kept, they are made again from the masters; ``stream_optimizer``: states
     live on disk and pass through the device."""
 
@@ -190,6 +192,7 @@ class TrainMemory:
     overlap_grad_reduce: bool = False
     optimizer_offload_fraction: float = 0.0
     offload_weights: bool = False
+    offload_optimizer: bool | None = None
     offload_target: Literal["cpu", "disk"] = "cpu"
     rematerialise_weights: bool = False
     stream_optimizer: bool = False

@@ -141,3 +141,32 @@ def test_what_fsdp_spreads_over_data_parallel_ranks(
     assert items["optimizer states"] == pytest.approx(states, rel=1e-3)
     assert ("gathered layers" in items) == bool(option)
     assert not [finding for finding in fit(verdict) if finding.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("param", "optimizer", "held"),
+    [
+        (True, True, {"score": "w", "train": "wgo", "refit": "w", "save": "wg", "generate": ""}),
+        (True, False, {"score": "wo", "train": "wgo", "refit": "wo", "save": "wgo", "generate": "o"}),
+        (False, True, {"score": "wg", "train": "wgo", "refit": "wg", "save": "wg", "generate": "wg"}),
+        (False, False, dict.fromkeys(("score", "train", "refit", "save", "generate"), "wgo")),
+    ],
+)
+def test_what_verl_has_on_the_device_in_each_phase(
+    tmp_path: Path, param: bool, optimizer: bool, held: dict[str, str]
+) -> None:
+    """param_offload takes weights and gradients, optimizer_offload the states; a forward alone loads no gradients (verl
+    verl/workers/engine/megatron/transformer_impl.py: EngineEvalModeCtx, to)."""
+    script = QWEN.replace("optimizer_cpu_offload=True", "optimizer_cpu_offload=False")
+    script = script.replace("param_offload=True", f"param_offload={param}")
+    verdict = judged(tmp_path, script.replace("optimizer_offload=True", f"optimizer_offload={optimizer}"), "h200")
+    assert verdict.plan is not None
+    letters = {"weights": "w", "gradients": "g", "optimizer states": "o"}
+    for plan in verdict.plan.phases:
+        there = "".join(letters[i.name] for i in plan.items if i.owner == "trainer" and i.name in letters)
+        assert there == held[plan.phase], plan.phase
+    states = next(i.num_bytes for i in verdict.plan.phase("train").items if i.name == "optimizer states")
+    left = [item for item in verdict.plan.host if item.name in ("trainer's state", "offloaded states")]
+    assert bool(left) == (param or optimizer)
+    if optimizer and not param:
+        assert left[0].num_bytes == 8 * states
