@@ -88,6 +88,8 @@ class LiveLayout:
         for path, layer in self._model.named_modules():
             if path in self._opaque_layers or _derives_after_loading(layer):
                 continue
+            if type(layer).__name__ in self._reload.skipped_modules:  # constants that vLLM itself never reloads
+                continue
             tensors = {**layer._buffers, **layer._parameters}
             for leaf, tensor in tensors.items():
                 name = f"{path}.{leaf}" if path else leaf

@@ -47,6 +47,7 @@ class LayerwiseReload:
             self._meta: Any = meta
             self._restore_refs = sanitize.restore_layer_refs
             self.skipped_tensors: frozenset[str] = frozenset(meta.SKIP_TENSORS)
+            self.skipped_modules: frozenset[str] = frozenset(getattr(meta, "SKIP_MODULES", ()))
         except (ImportError, AttributeError) as error:
             raise ReloadUnsupported(
                 f"vLLM's layer-wise weight reload is not as expected here ({error}); known to work: 0.32"
