@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from lockstep.topology.rules import RULES, Changes, Knob, Rule, apply, setting
 
 _MAX_TRIED = 6
 """Passing candidates of a knob that are judged by the whole set of rules."""
+
+_WIDEST = 8192
+"""How far a count is searched from the present one: a mistyped number of nodes must not take minutes."""
 
 
 def repair(rule: Rule, job: Job) -> tuple[str, Changes]:
@@ -151,7 +155,8 @@ def _show(value: Any) -> str:
 @functools.cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
-    return tuple(part for part in range(1, number + 1) if number % part == 0)
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return tuple(sorted({*small, *(number // part for part in small)}))
 
 
 def _switch(job: Job, now: Any) -> Iterable[Any]:
@@ -168,8 +173,17 @@ def _engine_size(job: Job, now: Any) -> Iterable[Any]:
 
 
 def _near(job: Job, now: Any) -> Iterable[Any]:
-    """Any number up to twice the present one, for counts of samples, tokens and devices."""
-    return range(1, 2 * max(now or 1, 16) + 1)
+    """Any number up to twice the present one, for counts of samples, tokens and devices; of large ones the nearest and
+    the divisors."""
+    present = now or 1
+    nearest = range(max(1, present - _WIDEST), min(2 * max(present, 16), present + _WIDEST) + 1)
+    return nearest if nearest[0] == 1 else (*(part for part in divisors(present) if part < nearest[0]), *nearest)
+
+
+def _pool(job: Job, now: Any) -> Iterable[Any]:
+    """Devices of the engines' own."""
+    present = now or 0
+    return range(max(0, present - _WIDEST), min(job.num_gpus, present + _WIDEST + 1))
 
 
 def _multiples(job: Job, now: Any) -> Iterable[Any]:
@@ -194,7 +208,7 @@ _DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
     "moe_dense_tp": _choices(1, None),
     **dict.fromkeys(("nodes", "gpus_per_node", "num_prompts", "group_size", "global_batch", "micro_batch"), _near),
     **dict.fromkeys(("optimizer_steps", "microbatch_group", "max_running_requests"), _near),
-    "rollout_gpus": lambda job, now: range(job.num_gpus),
+    "rollout_gpus": _pool,
     **dict.fromkeys(("virtual_stages", "layers_per_virtual_stage"), _virtual),
     **dict.fromkeys(("pad_multiple", "prompt_tokens", "response_tokens"), _multiples),
     "chunked_prefill_tokens": _near,

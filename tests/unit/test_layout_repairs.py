@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ from lockstep.topology.records import (
     TrainLayout,
     TrainMemory,
 )
-from lockstep.topology.repairs import describe, errors
+from lockstep.topology.repairs import describe, divisors, errors
 from lockstep.topology.rules import apply, rule_named, setting
 from lockstep.topology.rules_pipeline import balanced
 from tests.unit.layout_planted import PLANTED, megatron
@@ -188,3 +190,26 @@ def test_advice_has_the_types_of_the_settings() -> None:
                 now: Any = setting(planted.job, path)
                 kinds = {type(now), type(value)} - {type(None)}
                 assert len(kinds) == 1, (path, now, value)
+
+
+@given(st.integers(1, 3000))
+def test_divisors_are_all_of_them(number: int) -> None:
+    assert divisors(number) == tuple(part for part in range(1, number + 1) if number % part == 0)
+
+
+def test_a_mistyped_number_of_nodes_is_judged_with_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every count up to twice the present one was tried: five million nodes took minutes."""
+    tried = 0
+
+    def counted(*args: Any) -> Job:
+        nonlocal tried
+        tried += 1
+        return apply(*args)
+
+    monkeypatch.setattr("lockstep.topology.repairs.apply", counted)
+    batch = Batch(num_prompts=32, group_size=8, global_batch=256)
+    typo = replace(megatron(), nodes=1 << 22, batch=batch)
+    found = {finding.rule: finding for finding in check_layout(typo)}
+    assert found["batch-ranks"].repair
+    assert check_layout(replace(typo, colocated=False, rollout_gpus=(1 << 24) + 1))
+    assert tried < 100_000
