@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
+from lockstep.hardware.mesh import two_axis_mesh
+
 
 class LeafError(ValueError):
     """Tensors that an optimizer can't train, by name."""
@@ -34,8 +36,9 @@ def check_leaves(parameters: Mapping[str, torch.Tensor]) -> None:
         raise LeafError("an optimizer can't train these parameters:\n" + "\n".join(f"  {one}" for one in problems))
 
 
-def sharded_parameters(device: str) -> dict[str, torch.Tensor]:
-    """Parameters of a small model with both dtypes after torch's ``fully_shard`` over a group of this one process."""
+def sharded_parameters(device: str, *, replicated: bool) -> dict[str, torch.Tensor]:
+    """Parameters of a small model with both dtypes after torch's ``fully_shard`` over a group of this one process: over
+    one axis, or over a second one of replicas too (hybrid sharding), where torch takes other ways."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -44,7 +47,7 @@ def sharded_parameters(device: str) -> dict[str, torch.Tensor]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16), torch.nn.LayerNorm(8)).to(device)
-        mesh = init_device_mesh(device, (1,))
+        mesh = two_axis_mesh(device, (1, 1), ("replicate", "shard")) if replicated else init_device_mesh(device, (1,))
         for module in model:
             fully_shard(module, mesh=mesh)
         return dict(model.named_parameters())
@@ -55,15 +58,18 @@ def sharded_parameters(device: str) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Check what torch shards here, on a GPU if there is one; exits 1 with the names of what is no leaf."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parameters = sharded_parameters(device)
+    parameters = {
+        f"{'replicated' if replicated else 'sharded'} {name}": tensor
+        for replicated in (False, True)
+        for name, tensor in sharded_parameters(device, replicated=replicated).items()
+    }
     try:
         check_leaves(parameters)
     except LeafError as error:
         sys.exit(str(error))
     dtypes = sorted({str(tensor.dtype) for tensor in parameters.values()})
-    print(
-        f"{len(parameters)} sharded parameters on {device} are leaves ({', '.join(dtypes)}; torch {torch.__version__})"
-    )
+    shown = f"{', '.join(dtypes)}; torch {torch.__version__}"
+    print(f"{len(parameters)} sharded parameters on {device}, half of them with replicas, are leaves ({shown})")
 
 
 if __name__ == "__main__":

@@ -41,5 +41,6 @@ def test_what_torch_shards_here_are_leaves() -> None:
         [sys.executable, "-m", "lockstep.train.leaf_check"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "4 sharded parameters on" in done.stdout
+    assert "8 sharded parameters on" in done.stdout
+    assert "half of them with replicas" in done.stdout
     assert "torch.bfloat16, torch.float32" in done.stdout
