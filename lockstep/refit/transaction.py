@@ -68,7 +68,8 @@ class Receipt:
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         rate = self.transfer_bytes_per_s
-        return asdict(self) | {"replicas": 1} | ({} if rate is None else {"transfer_bytes_per_s": rate})
+        plain: dict[str, object] = {**asdict(self), "replicas": 1}
+        return plain if rate is None else plain | {"transfer_bytes_per_s": rate}
 
 
 def run_refit(
