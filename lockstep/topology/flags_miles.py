@@ -50,6 +50,7 @@ OWN: dict[str, Row] = {
     "--num-steps-per-rollout": Row("batch.optimizer_steps", _DATA, integer),
     "--use-dynamic-batch-size": Row("launch.dynamic_batch", _DATA),
     "--max-tokens-per-gpu": Row("batch.max_tokens_per_gpu", _DATA, integer),
+    "--log-probs-max-tokens-per-gpu": Row("launch.score_tokens", _DATA, integer),
     "--data-pad-size-multiplier": Row("batch.pad_multiple", _DATA, integer),
     "--use-routing-replay": Row("job.routing_replay", f"{_ARGUMENTS}: add_algo_arguments"),
     "--use-rollout-routing-replay": Row("job.routing_replay", f"{_ARGUMENTS}: add_algo_arguments"),

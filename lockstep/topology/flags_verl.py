@@ -31,6 +31,9 @@ _GENERAL: dict[str, Row] = {
     f"{_A}ppo_micro_batch_size_per_gpu": Row("batch.micro_batch", _ACTOR, optional(integer)),
     f"{_A}ppo_max_token_len_per_gpu": Row("batch.max_tokens_per_gpu", _ACTOR, integer),
     f"{_A}use_dynamic_bsz": Row("launch.dynamic_batch", _ACTOR, boolean),
+    f"{_R}log_prob_use_dynamic_bsz": Row("launch.score_dynamic", _ROLLOUT, boolean),
+    f"{_R}log_prob_max_token_len_per_gpu": Row("launch.score_tokens", _ROLLOUT, integer),
+    f"{_R}log_prob_micro_batch_size_per_gpu": Row("launch.score_micro_batch", _ROLLOUT, optional(integer)),
     "actor_rollout_ref.model.use_remove_padding": Row("batch.packing", "model/hf_model.yaml", boolean),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Row(
         "launch.checkpointing", "model/hf_model.yaml", boolean
@@ -108,6 +111,9 @@ _PASSED: dict[str, Row] = {
 
 KEYS: dict[str, Row] = {**_GENERAL, **_ENGINE, **_LAYOUT, **_PASSED}
 """All rows of ``verl.trainer.main_ppo``."""
+
+MAX_TOKENS = 16384
+"""``ppo_max_token_len_per_gpu`` where it is left out (actor.yaml)."""
 
 DEFAULTS: dict[str, object] = {
     "job.nodes": 1,

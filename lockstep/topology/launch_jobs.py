@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lockstep.topology.flags_verl import DEFAULTS
+from lockstep.topology.flags_verl import DEFAULTS, MAX_TOKENS
 from lockstep.topology.flags_verl import ENVIRONMENT as VERL_ENVIRONMENT
 from lockstep.topology.launch_models import KnownModel, unknown_shape
 from lockstep.topology.launch_programs import Program
@@ -203,8 +203,13 @@ def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batc
     samples = values["num_prompts"] * values["group_size"]
     if program.project == "verl":
         values["global_batch"] = settings["launch.mini_batch_prompts"] * values["group_size"]
-        if not settings.get("launch.dynamic_batch"):
+        if settings.get("launch.dynamic_batch"):
+            values.setdefault("max_tokens_per_gpu", MAX_TOKENS)
+        else:
             values.pop("max_tokens_per_gpu", None)
+        values |= _scoring(settings, values.get("max_tokens_per_gpu", MAX_TOKENS))
+    if program.project == "miles" and settings.get("launch.dynamic_batch") and settings.get("launch.score_tokens"):
+        values["score_tokens_per_gpu"] = settings["launch.score_tokens"]
     if program.project == "miles" and not settings.get("launch.dynamic_batch"):
         values.pop("max_tokens_per_gpu", None)
         values.setdefault("micro_batch", 1)
@@ -214,6 +219,13 @@ def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batc
     if global_batch and "optimizer_steps" not in values:
         values["optimizer_steps"] = max(1, samples // global_batch)
     return Batch(**values)
+
+
+def _scoring(settings: Settings, max_tokens: int) -> Settings:
+    """verl's log-probs: by tokens as the actor unless they say otherwise, else by samples (rollout.yaml)."""
+    if settings.get("launch.score_dynamic", settings.get("launch.dynamic_batch")):
+        return {"score_tokens_per_gpu": settings.get("launch.score_tokens", max_tokens)}
+    return {"score_micro_batch": settings.get("launch.score_micro_batch")}
 
 
 def _options(program: Program, settings: Settings) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def _no_sizes(job: Job) -> dict[str, float]:
     counts = {f"model.{name}": getattr(model, name) for name in ("num_layers", "hidden", "num_heads", "head_dim")}
     counts["memory.recompute_num_layers"] = memory.recompute_num_layers
     if batch is not None:
-        counts["batch.logprob_chunk_tokens"] = batch.logprob_chunk_tokens
+        names = ("logprob_chunk_tokens", "score_tokens_per_gpu", "score_micro_batch")
+        counts |= {f"batch.{name}": getattr(batch, name) for name in names}
         counts["batch.prompt_tokens"] = batch.prompt_tokens or None  # no prompt: pre-training
         counts["batch.response_tokens"] = batch.response_tokens or (
             None if batch.prompt_tokens else batch.response_tokens

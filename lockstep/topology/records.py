@@ -250,7 +250,8 @@ class EngineLayout:
 class Batch:
     """What one rollout batch and one optimizer step hold. ``global_batch`` is samples per optimizer step;
     ``max_tokens_per_gpu`` the token budget of one micro-batch on one context-parallel rank. ``pad_multiple``: a packed
-    micro-batch is padded to a multiple of it."""
+    micro-batch is padded to a multiple of it. ``score_tokens_per_gpu`` and ``score_micro_batch``: the budget or size of
+    the trainer's forward alone (both None: as in training)."""
 
     num_prompts: int
     group_size: int
@@ -263,6 +264,8 @@ class Batch:
     packing: bool = True
     pad_multiple: int | None = None
     logprob_chunk_tokens: int | None = None
+    score_tokens_per_gpu: int | None = None
+    score_micro_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ its fp32 master). Buckets are padded to lcm(d, 128) elements, which is not count
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lockstep.topology.activations import (
     ROUTING_IMBALANCE,
     checkpoint_activations,
@@ -112,7 +114,7 @@ def static_items(job: Job, held: StageMemory) -> list[MemoryItem]:
 def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> list[MemoryItem]:
     """What ``phase`` adds to the static memory of this stage."""
     layout = job.train or TrainLayout()
-    tokens, stated = micro_batch_tokens(job)
+    tokens, stated = scoring_tokens(job) if phase == "score" else micro_batch_tokens(job)
     basis = "counted" if stated else "assumed"
     chunk = job.batch.logprob_chunk_tokens if job.batch else None
     last = held.stage == num_stages - 1
@@ -176,6 +178,15 @@ def micro_batch_tokens(job: Job) -> tuple[int, bool]:
         longest = -(-length // layout.cp) if length is not None else 0
         return max(budget, longest), True
     return (alone, True) if alone is not None else (ASSUMED_TOKENS, False)
+
+
+def scoring_tokens(job: Job) -> tuple[int, bool]:
+    """The same of a forward alone, which may have its own budget or size."""
+    batch = job.batch
+    if batch is None or (batch.score_tokens_per_gpu is None and batch.score_micro_batch is None):
+        return micro_batch_tokens(job)
+    own = replace(batch, max_tokens_per_gpu=batch.score_tokens_per_gpu, micro_batch=batch.score_micro_batch)
+    return micro_batch_tokens(replace(job, batch=own))
 
 
 def sequence_tokens(job: Job) -> int | None:

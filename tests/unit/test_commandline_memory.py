@@ -170,3 +170,33 @@ def test_what_verl_has_on_the_device_in_each_phase(
     assert bool(left) == (param or optimizer)
     if optimizer and not param:
         assert left[0].num_bytes == 8 * states
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "scored"),
+    [
+        ("", 10240, 10240),
+        ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=40960", 10240, 40960),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480", 20480, 20480),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False", 10240, 10240),
+        (
+            "actor_rollout_ref.actor.use_dynamic_bsz=False actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 "
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+            2 * 10240,
+            4 * 10240,
+        ),
+    ],
+)
+def test_log_probs_of_verl_have_their_own_budget(tmp_path: Path, options: str, trained: int, scored: int) -> None:
+    verdict = judged(tmp_path, QWEN.rstrip("\n") + f" {options}\n", "h200")
+    assert verdict.plan is not None
+    for phase, tokens in (("train", trained), ("score", scored)):
+        item = next(i for i in verdict.plan.phase(phase).items if i.name == "logits and loss")  # pyright: ignore[reportArgumentType]
+        assert item.num_bytes == 151_936 * 6 * tokens
+
+
+def test_a_dynamic_batch_of_verl_has_its_default_budget(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, QWEN.replace("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10240", ""), "h200")
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.batch is not None
+    assert verdict.launch.job.batch.max_tokens_per_gpu == 16384
