@@ -33,9 +33,9 @@ def quantised_bounds() -> Iterator[BoundConfig]:
     }
     for scheme, (bound, half, median, largest) in seen.items():
         common = {"hardware": "cpu", "dtype": "float32", "quantisation": scheme}
-        evidence = f"step means of a run of 240 steps were {median} at the median and {largest} at most"
+        evidence = f"step means of 240 steps at a constant rate were {median} at the median and {largest} at most"
         yield BoundConfig.model_validate({"metric": "abs_diff/mean", "bound": 0.1, "evidence": evidence, **common})
-        evidence = f"half of the tokens were within {half} at every one of 240 steps"
+        evidence = f"half of the tokens were within {half} at every one of 240 steps at a constant rate"
         shown = {"bound": bound, "evidence": evidence, "shown": True}
         yield BoundConfig.model_validate({"metric": "abs_diff/p50", **shown, **common})
 
@@ -70,7 +70,8 @@ def tiny_qwen3_moe() -> RunConfig:
         rollout=RolloutConfig(max_new_tokens=4, num_slots=128, dtype="float32"),
         algorithm=AlgorithmConfig(num_prompts=16, group_size=8),
         supervised=SupervisedConfig(steps=60, batch_size=64, learning_rate=3e-3),
-        trainer=TrainerConfig(learning_rate=1e-3, dtype="float32", micro_batch_tokens=8192),
+        # The rate falls to a tenth: at a constant one the reward of the last steps swings by a quarter.
+        trainer=TrainerConfig(learning_rate=1e-3, schedule="cosine", dtype="float32", micro_batch_tokens=8192),
         gate=GateConfig(
             bounds=(
                 BoundConfig(
@@ -78,7 +79,7 @@ def tiny_qwen3_moe() -> RunConfig:
                     bound=1e-4,
                     hardware="cpu",
                     dtype="float32",
-                    evidence="rounding of float32 is 1.8e-7 to 4.1e-7; above that is room for a router tie that the "
+                    evidence="rounding of float32 is 1.8e-7 to 6.4e-7; above that is room for a router tie that the "
                     "two sides break differently, which moves single tokens by hundredths",
                     shown=True,
                 ),
@@ -87,7 +88,7 @@ def tiny_qwen3_moe() -> RunConfig:
                     bound=1e-6,
                     hardware="cpu",
                     dtype="float32",
-                    evidence="half of the tokens of a healthy run are within 3.2e-7 at every step; no tie moves half",
+                    evidence="half of the tokens of a healthy run are within 4.8e-7 at every step; no tie moves half",
                     shown=True,
                 ),
                 BoundConfig(bound=1e-4, hardware="cuda", dtype="float32", evidence=FLOAT32_ON_CUDA),
