@@ -119,20 +119,24 @@ def batch_uneven(job: Job) -> str | None:
 @rule(
     "sample-length",
     severity="note",
-    source="miles and verl pack by a token budget; a longer sample goes alone",
+    source="miles training_utils/data.py: get_data_iterator; verl seqlen_balancing.py: rearrange_micro_batches",
     needs="train batch",
 )
 def sample_length(job: Job) -> str | None:
-    """A sample longer than the token budget is a micro-batch of its own: memory must be planned for its length."""
+    """A sample longer than the token budget is a micro-batch of its own, and samples that are padded have no budget:
+    memory is planned for the length."""
     batch, cp = batch_of(job), train_of(job).cp
     if batch.max_tokens_per_gpu is None or batch.response_tokens is None:
         return None
     longest, budget = (batch.prompt_tokens or 0) + batch.response_tokens, batch.max_tokens_per_gpu * cp
-    return (
-        f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu} · cp {cp}"
-        if longest > budget
-        else None
-    )
+    if not batch.packing and train_of(job).backend == "megatron":
+        each = batch.micro_batch or 1
+        return f"{each} padded sample(s) of up to {longest} tokens a micro-batch: max_tokens_per_gpu has no effect"
+    if longest <= budget:
+        return None
+    text = f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu} · cp {cp}"
+    verl = train_of(job).switches.implementation == "verl"
+    return text + (": verl stops at the first one" if verl else ": it is a micro-batch of its own")
 
 
 # --- asynchronous -----------------------------------------------------------------------------------------------------

@@ -510,6 +510,11 @@ BATCH = [
     Planted("batch-uneven", fsdp(batch={"num_prompts": 9, "group_size": 1}), "num_prompts 9 → 8 or 16"),
     Planted("sample-length", megatron(DENSE, batch={"max_tokens_per_gpu": 2048, "response_tokens": 8192}), ""),
     Planted(
+        "sample-length",
+        megatron(DENSE, batch={"max_tokens_per_gpu": 9000, "response_tokens": 8192, "packing": False}),
+        "",
+    ),
+    Planted(
         "async-colocated",
         together(job={"fully_async": True}),
         "colocated on → off, rollout_gpus 0 → 4; or fully_async on → off",
