@@ -47,8 +47,11 @@ class Checked:
 
 
 def cases_of(recipe: str) -> Iterator[Case]:
-    """Every overlay of a recipe, each alone and with each variant that is for its hardware."""
-    places = [(one.hardware, one.nodes) for one in overlays_of(recipe)] or [(None, None)]
+    """Every overlay of a recipe, and the recipe without one where that is for the machine at hand; each alone and with
+    each variant that is for its hardware."""
+    places: list[tuple[str | None, int | None]] = [(one.hardware, one.nodes) for one in overlays_of(recipe)]
+    if not places or default_hardware(recipe) is None:
+        places.insert(0, (None, None))
     for hardware, nodes in places:
         yield Case(recipe, hardware, nodes)
         for variant in variants_of(recipe):

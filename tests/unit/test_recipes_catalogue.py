@@ -52,6 +52,13 @@ def test_every_recipe_is_strict_about_variables(name: str) -> None:
     assert find_recipe(name).environment.strict
 
 
+def test_the_check_has_a_recipe_without_its_overlays_too() -> None:
+    """Qwen3-4B runs on the machine at hand unless hardware is named: that case was left out."""
+    labels = [case.label for case in cases_of("qwen3-4b")]
+    assert labels == ["as it stands", "mi300x"]
+    assert "as it stands" not in [case.label for case in cases_of("deepseek-v4-flash")]
+
+
 def test_the_catalogue_has_the_models_and_their_hardware() -> None:
     have = {name: {one.hardware for one in overlays_of(name)} for name in NAMES}
     assert {"mi355x", "h200", "h100", "gb300"} <= have["deepseek-v4-flash"]
