@@ -71,7 +71,12 @@ def plan_memory(job: Job) -> MemoryPlan:
     that are none leave a plan without phases and an error."""
     if wrong := _no_sizes(job):
         text = ", ".join(f"{path} = {value:g}" for path, value in wrong.items())
-        finding = Finding("memory-sizes", "error", f"memory is not planned: {text}", "sizes are at least 1")
+        finding = Finding(
+            "memory-sizes",
+            "error",
+            f"memory is not planned: {text}",
+            "sizes are at least 1, stages about as many as layers at most",
+        )
         return MemoryPlan(job.name, job.hardware.memory_bytes, (), (), (), None, MARGIN, NOT_MODELLED, (finding,))
     findings: list[Finding] = []
     trainer = _trainer(job, findings)
@@ -106,6 +111,8 @@ def _no_sizes(job: Job) -> dict[str, float]:
             None if batch.prompt_tokens else batch.response_tokens
         )
     wrong |= {path: value for path, value in counts.items() if value is not None and value < 1}
+    if job.train is not None and job.train.pp > model.num_layers + 2:  # beside them embedding and loss
+        wrong["train.pp"] = job.train.pp
     if not 0 <= memory.optimizer_offload_fraction <= 1:
         wrong["memory.optimizer_offload_fraction"] = memory.optimizer_offload_fraction
     return wrong

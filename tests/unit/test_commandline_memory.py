@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,12 @@ def test_a_dynamic_batch_of_verl_has_its_default_budget(tmp_path: Path) -> None:
     assert verdict.launch.job is not None
     assert verdict.launch.job.batch is not None
     assert verdict.launch.job.batch.max_tokens_per_gpu == 16384
+
+
+def test_more_stages_than_layers_are_no_plan_and_take_no_time(tmp_path: Path) -> None:
+    began = time.process_time()
+    verdict = judged(tmp_path, LLAMA.replace("--bf16", "--bf16 --pipeline-model-parallel-size 65536"), "h100")
+    assert time.process_time() - began < 2
+    assert verdict.plan is not None
+    assert not verdict.plan.phases
+    assert any("train.pp = 65536" in finding.message for finding in verdict.plan.findings)
