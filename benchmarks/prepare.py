@@ -144,10 +144,6 @@ def measure(folder: Path, num_bytes: int, repeats: int, workers: int) -> dict[st
         "of_copy": {name: rate / rates["copy"] for name, rate in rates.items()},
         # Source bytes a processor second, of the copy's.
         "of_copy_by_cpu": {name: jobs[name][0] / size * used["copy"] / value for name, value in used.items()},
-        # Were the workers' cores free and nothing else the limit: source bytes a second, of the copy's measured rate.
-        "of_copy_on_free_cores": {
-            name: workers * jobs[name][0] / value / 1e9 / rates["copy"] for name, value in used.items()
-        },
     }
 
 

@@ -46,6 +46,7 @@ StageName = Literal["fetch", "validate", "prune", "dequantise", "quantise", "sha
 STAGES: tuple[StageName, ...] = get_args(StageName)
 FOLDERS = {"fetch": "source", "prune": "pruned", "dequantise": "plain", "quantise": "quantised", "shard": "shards"}
 LOCK = "prepare.lock"
+IN_PLACE = "a folder, used in place; a rerun knows it by sizes, times and headers, not by every byte of its weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Preparation:
         start = time.monotonic()
         folder, self._commit = fetch(self.source, self.settings.revision, self.target / FOLDERS["fetch"])
         commit = self._commit
-        detail = f"downloaded, commit {commit}" if commit else "a folder, used in place"
+        detail = f"downloaded, commit {commit}" if commit else IN_PLACE
         index = read_checkpoint(folder)
         self._add("fetch", "done" if commit else "not needed", detail, index, start)
         return index
