@@ -30,7 +30,7 @@ class PrepareConfig(Section):
     keep_mtp: bool = Field(
         default=False, description="Keep the layers of multi-token prediction when layers are pruned."
     )
-    quantisation: Quantisation | Literal["as_rollout"] = Field(
+    quantisation: Literal["as_rollout", Quantisation] = Field(
         default="as_rollout",
         description="Format of the engine's checkpoint; as_rollout: that of rollout.quantisation. none: the engine "
         "loads the trainer's.",

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from lockstep.checkpoint.inspect import inspect
 from lockstep.checkpoint.tensors import DTYPE_WORDS
 from lockstep.cli import app
+from lockstep.config.errors import ConfigError
 from lockstep.recipes import load_recipe, recipe_names
 from lockstep.topology.catalogue import model_shape
 from lockstep.topology.parameters import count_parameters
@@ -111,6 +112,14 @@ def test_every_pruned_recipe_says_what_it_is_made_of() -> None:
         assert published.prepare.keep_layers is None
         assert published.model.source == "path"
         assert pruned.prepare.source.rsplit("/", 1)[1].rstrip("}") == Path(published.model.path).name
+
+
+def test_none_is_a_format_and_not_the_absence_of_one() -> None:
+    """Read as no value, it would be the recipe's fp8."""
+    resolved = load_recipe("deepseek-v4-flash", ["prepare.quantisation=none"])
+    assert resolved.config.prepare.quantisation == "none"
+    with pytest.raises(ConfigError, match=r"prepare\.quantisation = .fp4"):
+        load_recipe("deepseek-v4-flash", ["prepare.quantisation=fp4"])
 
 
 def test_the_engines_format_follows_the_overlay_and_may_not_contradict_it(tmp_path: Path) -> None:
