@@ -95,6 +95,8 @@ class LiveLayout:
                 name = f"{path}.{leaf}" if path else leaf
                 if tensor is None or not tensor.numel() or leaf in layer._non_persistent_buffers_set:
                     continue
+                if name in self._reload.layout_buffers:
+                    continue
                 if name not in self._plan.targets and tensor.data_ptr() not in known and not is_engine_owned(name):
                     found[name] = "live, and no tensor of the manifest fills it"
         return found

@@ -66,6 +66,7 @@ class VllmReceiver:
         self._host = host
         self._derived = derived
         self._reload = LayerwiseReload()
+        self._reload.note_layout_buffers(served_model(llm))
         self._manifest: Manifest | None = None
         self._plan: LoadPlan | None = None
         self._planned: tuple[object, ...] = ()

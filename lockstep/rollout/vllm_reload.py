@@ -48,10 +48,20 @@ class LayerwiseReload:
             self._restore_refs = sanitize.restore_layer_refs
             self.skipped_tensors: frozenset[str] = frozenset(meta.SKIP_TENSORS)
             self.skipped_modules: frozenset[str] = frozenset(getattr(meta, "SKIP_MODULES", ()))
+            self.layout_buffers: frozenset[str] = frozenset()
         except (ImportError, AttributeError) as error:
             raise ReloadUnsupported(
                 f"vLLM's layer-wise weight reload is not as expected here ({error}); known to work: 0.32"
             ) from error
+
+    def note_layout_buffers(self, model: torch.nn.Module) -> None:
+        """Remember the buffers that no checkpoint holds (rotary tables). Before any reload: vLLM 0.24's makes them
+        persistent by registering them again."""
+        self.layout_buffers = frozenset(
+            f"{path}.{leaf}" if path else leaf
+            for path, layer in model.named_modules()
+            for leaf in layer._non_persistent_buffers_set
+        )
 
     def loadable(self, layer: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Fresh storage-less parameters and buffers of ``layer`` in checkpoint layout, loaders bound to ``layer``.
@@ -152,8 +162,9 @@ def checkpoint_layout(model: torch.nn.Module, reload: LayerwiseReload) -> Iterat
                 parameters[name] = twin
                 twins[f"{path}.{name}" if path else name] = twin
             for name, twin in buffers.items():
-                if name not in layer._non_persistent_buffers_set:
-                    twins[f"{path}.{name}" if path else name] = twin
+                full = f"{path}.{name}" if path else name
+                if name not in layer._non_persistent_buffers_set and full not in reload.layout_buffers:
+                    twins[full] = twin
             absent = {name: None for name, tensor in live.items() if tensor is None}
             _replace(layer._parameters, {**absent, **parameters})
             _replace(layer._buffers, {**layer._buffers, **buffers})
