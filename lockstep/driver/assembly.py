@@ -186,6 +186,7 @@ def _proof(
         proof_bounds(config, gate, model.device.type),
         vocab_limit=vocab_limit,
         longest=served_length(config, model, max_prompt_tokens),
+        in_bfloat16="bfloat16" in (config.trainer.dtype, config.rollout.dtype),
     )
 
 

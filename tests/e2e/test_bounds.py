@@ -121,9 +121,12 @@ def test_a_healthy_run_passes_every_bound(name: str, tmp_path: Path) -> None:
     code, rows = rows_of(recipe_with(name), tmp_path / "run")
     assert code == 0
     assert [row["verdict/status"] for row in rows] == ["pass"] * 2
+    seen = []
     for bound in fitting_bounds(load_recipe(name).config, "cpu"):
         values = [float(row[f"agreement/{bound.metric}"]) for row in rows]  # pyright: ignore[reportArgumentType]
-        assert 0 < max(values) < bound.bound
+        assert 0 <= max(values) < bound.bound
+        seen += values
+    assert max(seen) > 0, "two programs round differently somewhere: nothing else would have been compared"
 
 
 @pytest.mark.parametrize(("name", "bound"), CASES)
