@@ -21,7 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.refit_gpu import MODELS, Attempt, greedy, local_phases, make_model, settings_for, share_equal
+from benchmarks.refit_gpu import (
+    MODELS,
+    Attempt,
+    greedy,
+    local_phases,
+    make_model,
+    proof_probes,
+    proved_refits,
+    settings_for,
+    share_equal,
+)
 
 BOUND = 0.1
 """Mean |log π| difference of the probes: 0.1 is slime's for bfloat16, and fp8 rounds the activations too."""
@@ -50,36 +60,9 @@ def start(model: Any, folder: Path, *, weights: Any = None) -> Any:
 
 def proved(engine: Any, model: Any, sets: dict[str, Any]) -> dict[str, Any]:
     """Refits with every claim checked; ``behaves`` against the module with the dequantised weights."""
-    from lockstep.model.adapter import num_experts, routers
-    from lockstep.refit.behaves import Behaviour
-    from lockstep.refit.check import module_scores
-    from lockstep.refit.probes import holding, make_probes
-    from lockstep.refit.quantised import served_weights
-    from lockstep.refit.transaction import run_refit
-    from lockstep.refit.transports import make_transport
-
-    probes = make_probes(
-        lambda sequences: module_scores(model, sequences),
-        vocab_size=model.config.vocab_size,
-        num_experts=num_experts(model) if routers(model) else 0,
-        context=500,
-        model_type=model.config.model_type,
-    )
-    shown: dict[str, Any] = {"coverage": probes.coverage.text()}
-    for name, weights in sets.items():
-
-        def reference(sequences: Any, weights: Any = weights) -> Any:
-            with holding(model, served_weights(weights, "fp8")):
-                return module_scores(model, sequences)
-
-        behaves = Behaviour(probes, engine.score, reference, bound=BOUND, bound_of="fp8")
-        behaves.before()
-        receipt = run_refit(weights, engine.receiver(), make_transport("local"), verify=True, behaves=behaves)
-        shown[name] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
-        changed = [f"{one.entry}: {one.num_changed} of {one.num_states}" for one in receipt.derived]
-        shown[name]["derived_state"] = changed
-    shown["moved_by_fp8"] = moved_by_fp8(model, probes)
-    return shown
+    probes = proof_probes(model)
+    shown = proved_refits(engine, model, sets, probes, scheme="fp8", bound=BOUND)
+    return shown | {"moved_by_fp8": moved_by_fp8(model, probes)}
 
 
 def moved_by_fp8(model: Any, probes: Any) -> float:

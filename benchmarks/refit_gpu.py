@@ -179,30 +179,43 @@ def plain_copy(source: Any, repeats: int) -> list[float]:
     return [timed(copy) for _ in range(repeats + 1)][1:]
 
 
-def proved_refits(engine: Any, model: Any, sets: dict[str, Any]) -> dict[str, Any]:
-    """Two refits with verification and probes; the claims of both receipts."""
+def proof_probes(model: Any) -> Any:
+    """Probes that reach every layer and as many experts as they can."""
     from lockstep.model.adapter import num_experts, routers
-    from lockstep.refit.behaves import Behaviour
     from lockstep.refit.check import module_scores
-    from lockstep.refit.probes import holding, make_probes
-    from lockstep.refit.transaction import run_refit
-    from lockstep.refit.transports import make_transport
+    from lockstep.refit.probes import make_probes
 
-    probes = make_probes(
+    return make_probes(
         lambda sequences: module_scores(model, sequences),
         vocab_size=model.config.vocab_size,
         num_experts=num_experts(model) if routers(model) else 0,
         context=500,
         model_type=model.config.model_type,
     )
+
+
+def proved_refits(
+    engine: Any, model: Any, sets: dict[str, Any], probes: Any = None, *, scheme: Any = "none", bound: float = BOUND
+) -> dict[str, Any]:
+    """Two refits with verification and probes; the claims of both receipts. ``scheme``: how the engine's weights are
+    quantised; the reference then computes with what that makes of the module's."""
+    from lockstep.refit.behaves import Behaviour
+    from lockstep.refit.check import module_scores
+    from lockstep.refit.probes import holding
+    from lockstep.refit.quantised import served_weights
+    from lockstep.refit.transaction import run_refit
+    from lockstep.refit.transports import make_transport
+
+    probes = probes or proof_probes(model)
     shown: dict[str, Any] = {"coverage": probes.coverage.text()}
     for name, weights in sets.items():
 
         def reference(sequences: Any, weights: Any = weights) -> Any:
-            with holding(model, weights):
+            with holding(model, served_weights(weights, scheme)):
                 return module_scores(model, sequences)
 
-        behaves = Behaviour(probes, engine.score, reference, bound=BOUND, bound_of="bfloat16")
+        whose = "bfloat16" if scheme == "none" else scheme
+        behaves = Behaviour(probes, engine.score, reference, bound=bound, bound_of=whose)
         behaves.before()
         receipt = run_refit(weights, engine.receiver(), make_transport("local"), verify=True, behaves=behaves)
         shown[name] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
