@@ -6,6 +6,7 @@ two; it is checked whole before its first tensor is loaded. Buckets come in orde
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from lockstep.refit.buckets import Bucket, TransferError, check_seal, fold, plan
 from lockstep.refit.folder_reader import FolderReader
 
 _ATTACH: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {"shm": shm.attach, "cuda_ipc": cuda_ipc.attach}
+
+KEPT_BYTES = 256 << 20
+"""Buffers up to this size are kept from one refit to the next, by both ends: to allocate them and to fault their pages
+in takes as long as to fill them several times."""
 
 Take = Callable[[Bucket, dict[str, Any]], tuple[torch.Tensor, str]]
 """From a bucket's layout and the message that announced it to its checked buffer and digest."""
@@ -39,6 +44,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._transfer: _Transfer | None = None
+        self._mapped: dict[str, torch.Tensor] = {}
 
     def handle(self, message: dict[str, Any], receiver: WeightReceiver, manifest: Manifest) -> dict[str, Any]:
         """Take one message of a sender. Raises TransferError by name for whatever is not as announced."""
@@ -55,9 +61,14 @@ class Arrivals:
             return self._finish(self._transfer)
         raise TransferError(f"unknown message {kind!r} of a transfer")
 
+    def refit_over(self) -> None:
+        """See ``Inlet``."""
+        self._transfer = None
+
     def close(self) -> None:
         """Let go of the sender's memory."""
         self._transfer = None
+        self._mapped = {}
 
     def _open(self, message: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
         if self._transfer is not None:
@@ -66,11 +77,23 @@ class Arrivals:
         if message["transport"] == "disk":
             take: Take = FolderReader(Path(message["path"]), manifest, plan, transfer_id)
         else:
-            attach = _ATTACH[message["transport"]]
-            buffers = [attach(described) for described in message["buffers"]]
+            buffers = self._attached(message["transport"], message["buffers"])
             take = _MemoryReader(buffers, transfer_id, manifest.version)
         self._transfer = _Transfer(plan, take)
         return {}
+
+    def _attached(self, transport: str, described: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """The sender's buffers. Shared memory that it kept from its last transfer is still mapped: to fault its pages
+        in again takes as long as to copy from it. It is the same memory while this end holds it, because no other
+        can get its inode."""
+        if transport != "shm":
+            return [_ATTACH[transport](one) for one in described]
+        marks = [json.dumps(one, sort_keys=True) for one in described]
+        self._mapped = {
+            mark: self._mapped[mark] if mark in self._mapped else shm.attach(one)
+            for mark, one in zip(marks, described, strict=True)
+        }
+        return [self._mapped[mark] for mark in marks]
 
     def _load(self, transfer: _Transfer, message: dict[str, Any], receiver: WeightReceiver) -> dict[str, Any]:
         number, due, count = message["number"], len(transfer.digests), len(transfer.plan)
@@ -88,6 +111,8 @@ class Arrivals:
 
     def _finish(self, transfer: _Transfer) -> dict[str, Any]:
         self._transfer = None
+        if max(map(len, self._mapped.values()), default=0) > KEPT_BYTES:
+            self._mapped = {}
         if len(transfer.digests) != len(transfer.plan):
             raise TransferError(f"the transfer ended after {len(transfer.digests)} of {len(transfer.plan)} buckets")
         return {"digest": fold(transfer.digests), "num_buckets": len(transfer.digests)}

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from lockstep.records import Manifest, TensorSpec
+from lockstep.refit.row_sums import ROW_BYTES, ROW_WORDS, RowSums, kernel
 
 ALIGNMENT = 256
 """Of tensors in a bucket: what CUDA allocations guarantee, and enough for every vector load."""
@@ -33,12 +34,6 @@ ALIGNMENT = 256
 TRAILER_BYTES = 64
 _MAGIC = b"LKSBKT01"
 _TRAILER = struct.Struct("<8sqqqqQQ8x")  # magic, transfer, version, number, bytes, two words of digest
-_ROW_WORDS = 512
-_ROW_BYTES = _ROW_WORDS * 8
-_BLOCK_ROWS = 128
-"""Rows summed at once: half a megabyte, which stays in a core's cache between the two sums."""
-_PIECE_BYTES = 256 << 10
-"""What is copied at once and then summed, while it is still in the cache."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -86,14 +81,14 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     for unit in _units(manifest.tensors):
         sizes = [_num_bytes(spec) for spec in unit]
         if slots and _aligned(end, ALIGNMENT) + _span(sizes) > bucket_bytes:
-            buckets.append(Bucket(len(buckets), tuple(slots), _aligned(end, _ROW_BYTES)))
+            buckets.append(Bucket(len(buckets), tuple(slots), _aligned(end, ROW_BYTES)))
             slots, end = [], 0
         for spec, num_bytes in zip(unit, sizes, strict=True):
             offset = _aligned(end, ALIGNMENT)
             slots.append(Slot(spec, offset, num_bytes))
             end = offset + num_bytes
     if slots:
-        buckets.append(Bucket(len(buckets), tuple(slots), _aligned(end, _ROW_BYTES)))
+        buckets.append(Bucket(len(buckets), tuple(slots), _aligned(end, ROW_BYTES)))
     return tuple(buckets)
 
 
@@ -139,24 +134,16 @@ class Filler:
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> RowSums:
         """Copy the bucket's tensors into ``buffer``; what lies between them becomes zero. Returns the sums that its
-        digest is made of: taken on the way, they cost no second pass through memory."""
-        end, sums = 0, RowSums(bucket.num_bytes)
+        digest is made of: on a CPU they are taken of what is read, so they cost no second pass through memory, and a
+        byte that changes on its way into the buffer is noticed."""
+        end, sums = 0, None if buffer.is_cuda or kernel() is None else RowSums(bucket.num_bytes)
         for slot in bucket.slots:
             tensor = self._next(slot.spec)
             buffer[end : slot.offset] = 0
             end = slot.offset + slot.num_bytes
-            if tensor.is_contiguous():
-                # As bytes: float8 and e8m0 have no copy kernel everywhere.
-                data = tensor.reshape(-1).view(torch.uint8)
-                step = slot.num_bytes if buffer.is_cuda or data.is_cuda else _PIECE_BYTES
-                for start in range(0, slot.num_bytes, step):
-                    stop = min(start + step, slot.num_bytes)
-                    buffer[slot.offset + start : slot.offset + stop].copy_(data[start:stop])
-                    sums.take(buffer, slot.offset + stop)
-            else:
-                slot.view(buffer).copy_(tensor)
+            _lay(tensor, slot, buffer, sums)
         buffer[end : bucket.num_bytes] = 0
-        return sums
+        return RowSums.of(buffer[: bucket.num_bytes]) if sums is None else sums
 
     def _next(self, spec: TensorSpec) -> torch.Tensor:
         name, tensor = next(self._tensors, (None, None))
@@ -176,6 +163,21 @@ class Filler:
         name, _ = next(self._tensors, (None, None))
         if name is not None:
             raise TransferError(f"extra: the source brought {name}, which is not in its manifest")
+
+
+def _lay(tensor: torch.Tensor, slot: Slot, buffer: torch.Tensor, sums: RowSums | None) -> None:
+    """Copy a tensor to its slot and take its sums."""
+    part = buffer[slot.offset : slot.offset + slot.num_bytes]
+    if tensor.is_contiguous():
+        data = tensor.reshape(-1).view(torch.uint8)  # as bytes: float8 and e8m0 have no copy kernel everywhere
+        if sums is not None and not data.is_cuda:
+            sums.take(data, slot.offset, part)
+            return
+        part.copy_(data)
+    else:
+        slot.view(buffer).copy_(tensor)
+    if sums is not None:
+        sums.take(part, slot.offset, None)
 
 
 # --- trailers and digests ---------------------------------------------------------------------------------------------
@@ -230,49 +232,18 @@ def fold(digests: Iterable[str]) -> str:
     return _text((int(state[0]), int(state[1])))
 
 
-class RowSums:
-    """Sums of the rows and of the columns of a buffer's 64-bit words, modulo 2⁶⁴, taken piece by piece."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._rows = np.empty(num_bytes // _ROW_BYTES, np.uint64)
-        self._columns = np.zeros(_ROW_WORDS, np.uint64)
-        self._num_done = 0
-
-    def take(self, buffer: torch.Tensor, end: int) -> None:
-        """Take the whole rows before byte ``end`` that were not taken yet: they must not change any more. Few rows wait
-        for more of them, and so does everything on a GPU."""
-        first, last = self._num_done, end // _ROW_BYTES
-        if last - first >= _PIECE_BYTES // _ROW_BYTES and not buffer.is_cuda:
-            self._take(buffer, first, last)
-
-    def of(self, data: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """The sums over all of ``data`` (flat uint8, as long as was said), of which some may have been taken."""
-        if data.device.type != "cpu":
-            # Integer sums do not depend on their order: a GPU's are the same.
-            words = data.view(torch.int64).view(-1, _ROW_WORDS)
-            return words.sum(1).cpu().numpy().view(np.uint64), words.sum(0).cpu().numpy().view(np.uint64)
-        for first in range(self._num_done, len(self._rows), _BLOCK_ROWS):
-            self._take(data, first, min(first + _BLOCK_ROWS, len(self._rows)))
-        return self._rows, self._columns
-
-    def _take(self, buffer: torch.Tensor, first: int, last: int) -> None:
-        part = buffer[first * _ROW_BYTES : last * _ROW_BYTES].numpy().view(np.uint64).reshape(-1, _ROW_WORDS)
-        np.add.reduce(part, axis=1, out=self._rows[first:last])
-        self._columns += np.add.reduce(part, axis=0)
-        self._num_done = last
-
-
 def _digest(
     data: torch.Tensor, transfer: int, version: int, number: int, sums: RowSums | None = None
 ) -> tuple[int, int]:
     """Two words over ``data`` (flat uint8, a multiple of a row long)."""
-    rows, columns = (sums or RowSums(len(data))).of(data)
+    sums = sums or RowSums.of(data)
+    rows, columns = sums.rows, sums.columns
     key = np.zeros(1, np.uint64)
     for part in (transfer, version, number, len(data)):
         key = _mix(key + _GOLDEN + np.array([part], np.int64).view(np.uint64))
     places = np.arange(1, len(rows) + 1, dtype=np.uint64) * _GOLDEN
     first = np.sum(_mix(rows ^ _mix(places + key)), dtype=np.uint64)
-    places = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * _GOLDEN
+    places = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * _GOLDEN
     second = np.sum(_mix(columns ^ _mix(places ^ ~key)), dtype=np.uint64)
     return int(first), int(second)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.refit.arrivals import KEPT_BYTES
 from lockstep.refit.buckets import TRAILER_BYTES, Filler, content, plan_buckets, seal
 from lockstep.refit.conversation import IN_FLIGHT, Conversation, peer_of
 from lockstep.refit.transfer import Contents, Transfer, whole_tensors
@@ -38,11 +39,6 @@ class Buffer(Protocol):
     def close(self) -> None:
         """This end is done with it."""
         ...
-
-
-KEPT_BYTES = 256 << 20
-"""Buffers up to this size are kept from one refit to the next: to allocate them and to fault their pages in takes as
-long as to fill them several times."""
 
 
 class BucketTransport:

@@ -2,20 +2,13 @@
 
 Torch's attention runs one pair of matrix products per sequence and key head. With three queries each those products are
 too small to be worth their calls: at 64 sequences of 96 positions they cost more than all linear layers together.
-``decode_attention.c`` reads each key and value once. It is compiled at the first use with the system's C compiler, kept
-in the user's cache folder, tried against torch before it is trusted, and left out if any of that fails; ``backend``
-says which it is and why.
+``decode_attention.c`` reads each key and value once. It is compiled at the first use (``native``), tried against torch
+before it is trusted, and left out if any of that fails; ``backend`` says which it is and why.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,12 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lockstep.native import NoKernel, load_kernel
+
 _SOURCE = Path(__file__).with_suffix(".c")
 # Sums may be reordered so that they vectorise; numbers are not assumed finite.
-_COMPILE = (
-    *("-O3", "-march=native", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
+_OPTIONS = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +35,15 @@ class Backend:
 @cache
 def backend() -> Backend:
     """The kernel, built and tried, or the reason why torch's attention is used instead."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return Backend(None, "no C compiler (cc, gcc or clang) was found")
     try:
-        library = ctypes.CDLL(str(_built(compiler)))
-        kernel = library.decode_attention
-    except subprocess.CalledProcessError as error:
-        return Backend(None, f"{compiler} failed: {error.stderr.strip()[-300:]}")
-    except (OSError, AttributeError) as error:
-        return Backend(None, f"the compiled kernel can't be loaded: {error}")
+        kernel = load_kernel(_SOURCE, _OPTIONS).decode_attention
+    except NoKernel as error:
+        return Backend(None, str(error))
     kernel.restype = ctypes.c_int
     difference = _difference_from_torch(kernel)
     if not difference < 2e-2:
         return Backend(None, f"the compiled kernel differs from torch's attention by {difference}")
-    return Backend(kernel, f"compiled with {compiler}, within {difference:.1e} of torch's attention")
+    return Backend(kernel, f"compiled here, within {difference:.1e} of torch's attention")
 
 
 def decode_attention(queries: torch.Tensor, layer_cache: torch.Tensor, lengths: torch.Tensor, scaling: float):
@@ -114,34 +100,3 @@ def _difference_from_torch(kernel: Any) -> float:
     return float(
         (_by_kernel(kernel, queries, cache_, lengths, 0.25) - _by_torch(queries, cache_, lengths, 0.25)).abs().max()
     )
-
-
-def _built(compiler: str) -> Path:
-    """The shared library, compiled if this source, compiler and processor haven't met before."""
-    source = _SOURCE.read_text()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    mark = "\n".join([source, version, " ".join(_COMPILE), platform.machine(), _processor()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-    library = folder / f"decode_attention-{hashlib.sha256(mark.encode()).hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        # Linked without -fopenmp: the OpenMP calls must find torch's own runtime (loaded globally), not a second one
-        # whose idle threads would fight with torch's for the cores.
-        for command in (
-            [*_COMPILE, "-c", str(_SOURCE), "-o", str(compiled)],
-            ["-shared", str(compiled), "-o", str(linked)],
-        ):
-            subprocess.run([compiler, *command], capture_output=True, text=True, check=True)
-        linked.replace(library)
-    return library
-
-
-def _processor() -> str:
-    """What -march=native depends on: the kernel's list of instruction sets, where there is one."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return platform.processor()
-    return next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")

@@ -52,6 +52,10 @@ class Inlet(Protocol):
         """Take what the message announces and hand it to the receiver; the answer goes back to the sender."""
         ...
 
+    def refit_over(self) -> None:
+        """The refit committed: no transfer is open any more. Memory that the next can use may stay."""
+        ...
+
     def close(self) -> None:
         """Let go of all memory that belongs to a transfer."""
         ...
@@ -161,7 +165,6 @@ class EngineServer:
     def _begin(self, frame: Frame) -> Answer:
         manifest = messages.read_manifest(frame.header["manifest"])
         self._receiver.begin(manifest)  # raises without a trace if it refuses, or if another refit runs
-        self._inlet.close()
         self._manifest, self._given_up = manifest, None
         self._renew()
         return None, []
@@ -179,7 +182,8 @@ class EngineServer:
     def _commit(self, _frame: Frame) -> Answer:
         with _AbortOnError(self):
             reports = self._receiver.commit()
-            self._end_refit()
+            self._manifest = None
+            self._inlet.refit_over()
             return messages.plain(reports, []), []
 
     def _resume_refit(self, _frame: Frame) -> Answer:

@@ -304,8 +304,15 @@ def test_a_second_refit_is_refused_while_one_runs_and_the_first_goes_on(shared_e
 
 
 def test_no_shared_memory_is_left_at_either_end(shared_engine):
-    before = shared_memory(), shared_memory(shared_engine.process.process_id)
+    """After a refit that held, the engine's end keeps the last transfer's buffers; after one that broke off, nothing."""
+    child = shared_engine.process.process_id
+    before = shared_memory()
     refit(make_trainer(), shared_engine)
+    kept = shared_memory(child)
+    refit(make_trainer(), shared_engine)
+    again = shared_memory(child)
+    assert 0 < len(again) == len(kept) <= 2
+    assert kept.isdisjoint(again), "they are those of a transport that has ended"
     source = make_trainer().weights()
     shards = source.shards
 
@@ -318,7 +325,7 @@ def test_no_shared_memory_is_left_at_either_end(shared_engine):
     source.shards = broken  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(RefitError, match="the trainer broke"):
         run_refit(source, shared_engine.receiver(), any_transport("shm", Path("/"), bucket_bytes=20_000), verify=True)
-    assert (shared_memory(), shared_memory(shared_engine.process.process_id)) == before
+    assert (shared_memory(), shared_memory(child)) == (before, set())
     with pytest.raises(EngineUnfit, match="the trainer broke"):
         run(shared_engine, [make_request("r", PROMPTS[0])])
     refit(make_trainer(), shared_engine)

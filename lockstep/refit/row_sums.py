@@ -1,0 +1,102 @@
+"""Sums over a bucket's bytes, of which its digest is made, taken while they are copied.
+
+``row_sums.c`` copies and sums in one pass, at the speed of the copy; numpy makes the same sums in a pass of its own
+where the kernel can't be had, and a GPU's are made there. All agree to the bit, because sums modulo 2⁶⁴ have no order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.native import NoKernel, load_kernel
+
+ROW_WORDS = 512
+ROW_BYTES = ROW_WORDS * 8
+
+_BLOCK_ROWS = 128
+"""Rows that numpy sums at once: half a megabyte, which stays in a core's cache between the two sums."""
+
+
+class RowSums:
+    """Sums of the rows and of the columns of a buffer's 64-bit words, modulo 2⁶⁴. ``num_bytes``: of the buffer, whole
+    rows. Bytes that are never taken count as zero."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.rows = np.zeros(num_bytes // ROW_BYTES, np.uint64)
+        self.columns = np.zeros(ROW_WORDS, np.uint64)
+
+    @classmethod
+    def of(cls, data: torch.Tensor) -> RowSums:
+        """Of all of ``data`` (flat uint8, whole rows)."""
+        sums = cls(len(data))
+        if data.device.type != "cpu":
+            words = data.view(torch.int64).view(-1, ROW_WORDS)
+            sums.rows = words.sum(1).cpu().numpy().view(np.uint64)
+            sums.columns = words.sum(0).cpu().numpy().view(np.uint64)
+        elif kernel() is not None:
+            sums.take(data, 0, None)
+        else:
+            sums._take_by_numpy(data)
+        return sums
+
+    def take(self, data: torch.Tensor, offset: int, target: torch.Tensor | None) -> None:
+        """Take ``data`` (flat uint8) as what lies at byte ``offset`` (a multiple of 8), and with a ``target`` copy it
+        there. Both on the CPU, each byte once. Raises ValueError for a place outside, NoKernel without the kernel."""
+        num_bytes = len(data)
+        if offset % 8 or offset < 0 or offset + num_bytes > len(self.rows) * ROW_BYTES:
+            raise ValueError(f"{num_bytes} bytes at {offset} do not lie in {len(self.rows)} rows of words")
+        if target is not None and len(target) != num_bytes:
+            raise ValueError(f"{num_bytes} bytes into {len(target)}")
+        library = kernel()
+        if library is None:
+            raise NoKernel("row_sums.c is not compiled")
+        library.row_sums(
+            ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_void_p(None if target is None else target.data_ptr()),
+            ctypes.c_long(num_bytes),
+            ctypes.c_long(offset // 8),
+            ctypes.c_void_p(self.rows.ctypes.data),
+            ctypes.c_void_p(self.columns.ctypes.data),
+        )
+
+    def _take_by_numpy(self, data: torch.Tensor) -> None:
+        words = data.numpy().view(np.uint64).reshape(-1, ROW_WORDS)
+        for first in range(0, len(words), _BLOCK_ROWS):
+            part = words[first : first + _BLOCK_ROWS]
+            np.add.reduce(part, axis=1, out=self.rows[first : first + _BLOCK_ROWS])
+            self.columns += np.add.reduce(part, axis=0)
+
+
+@cache
+def kernel() -> Any:
+    """The compiled ``row_sums.c``, or None where it can't be had or disagrees with numpy."""
+    try:
+        library = load_kernel(Path(__file__).with_suffix(".c"))
+    except NoKernel:
+        return None
+    library.row_sums.restype = None
+    return library if _agrees(library) else None
+
+
+def _agrees(library: Any) -> bool:
+    """Whether the kernel's sums of odd pieces are numpy's of the whole, and its copy is one."""
+    data = np.random.default_rng(0).integers(0, 256, 3 * ROW_BYTES, np.uint8)
+    copied, rows, columns = np.zeros_like(data), np.zeros(3, np.uint64), np.zeros(ROW_WORDS, np.uint64)
+    for begin, end in ((0, 8), (8, 5000), (5000, 3 * ROW_BYTES)):
+        source, target = data[begin:end], copied[begin:end]
+        addresses = (source.ctypes.data, target.ctypes.data, end - begin, begin // 8)
+        library.row_sums(
+            *(ctypes.c_void_p(address) for address in addresses[:2]),
+            *(ctypes.c_long(number) for number in addresses[2:]),
+            ctypes.c_void_p(rows.ctypes.data),
+            ctypes.c_void_p(columns.ctypes.data),
+        )
+    words = data.view(np.uint64).reshape(-1, ROW_WORDS)
+    same_sums = np.array_equal(rows, words.sum(1)) and np.array_equal(columns, words.sum(0))
+    return same_sums and np.array_equal(copied, data)

@@ -1,0 +1,124 @@
+"""Sums over a bucket's words: kernel, numpy and a naive loop agree to the bit, whatever the pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.native import NoKernel
+from lockstep.records import Manifest, TensorSpec
+from lockstep.refit import buckets
+from lockstep.refit import row_sums as module
+from lockstep.refit.buckets import Filler, check_seal, content, plan_buckets, seal
+from lockstep.refit.row_sums import ROW_BYTES, ROW_WORDS, RowSums
+
+
+def naive(data: bytes) -> tuple[list[int], list[int]]:
+    """Row and column sums in Python's integers."""
+    rows, columns = [0] * (len(data) // ROW_BYTES), [0] * ROW_WORDS
+    for index in range(len(data) // 8):
+        word = int.from_bytes(data[8 * index : 8 * index + 8], "little")
+        rows[index // ROW_WORDS] = (rows[index // ROW_WORDS] + word) % 2**64
+        columns[index % ROW_WORDS] = (columns[index % ROW_WORDS] + word) % 2**64
+    return rows, columns
+
+
+def as_lists(sums: RowSums) -> tuple[list[int], list[int]]:
+    return sums.rows.tolist(), sums.columns.tolist()
+
+
+def need_kernel() -> None:
+    assert module.kernel() is not None, "a C compiler belongs to the set-up of these tests"
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    pieces=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9000)), min_size=1, max_size=6),
+    misplaced=st.integers(0, 7),
+    order=st.randoms(use_true_random=False),
+)
+def test_pieces_of_any_length_place_and_order_sum_and_copy_as_the_whole(seed, pieces, misplaced, order):
+    need_kernel()
+    offset, placed = 0, []
+    for gap, length in pieces:
+        offset = (offset + gap + 7) // 8 * 8
+        placed.append((offset, length))
+        offset += length
+    num_bytes = (offset // ROW_BYTES + 1) * ROW_BYTES
+    noise = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes + 8, np.uint8))
+    source = noise[misplaced : misplaced + num_bytes]  # tensors of 1-byte types lie anywhere
+    buffer, sums = torch.zeros(num_bytes, dtype=torch.uint8), RowSums(num_bytes)
+    order.shuffle(placed)
+    for offset, length in placed:
+        sums.take(source[offset : offset + length], offset, buffer[offset : offset + length])
+    expected = torch.zeros_like(buffer)
+    for offset, length in placed:
+        expected[offset : offset + length] = source[offset : offset + length]
+    assert torch.equal(buffer, expected)
+    assert as_lists(sums) == naive(expected.numpy().tobytes())
+    assert as_lists(RowSums.of(expected)) == as_lists(sums)
+
+
+def test_numpy_takes_the_same_sums(monkeypatch):
+    data = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 300 * ROW_BYTES, np.uint8))
+    need_kernel()
+    by_kernel = as_lists(RowSums.of(data))
+    monkeypatch.setattr(module, "kernel", lambda: None)
+    assert as_lists(RowSums.of(data)) == by_kernel
+    with pytest.raises(NoKernel):
+        RowSums(ROW_BYTES).take(data[:8], 0, None)
+
+
+@pytest.mark.parametrize(("offset", "length", "target"), [(4, 8, 8), (-8, 8, 8), (ROW_BYTES - 8, 16, 16), (0, 16, 8)])
+def test_a_place_outside_is_refused_before_anything_is_written(offset, length, target):
+    need_kernel()
+    sums, buffer = RowSums(ROW_BYTES), torch.zeros(target, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"bytes"):
+        sums.take(torch.ones(length, dtype=torch.uint8), offset, buffer)
+    assert not buffer.any()
+    assert as_lists(sums) == ([0], [0] * ROW_WORDS)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
+    class Wrong:
+        def __init__(self) -> None:
+            self.row_sums = lambda *_: None
+
+    module.kernel.cache_clear()
+    try:
+        monkeypatch.setattr(module, "load_kernel", lambda _: Wrong())
+        assert module.kernel() is None
+    finally:
+        module.kernel.cache_clear()
+
+
+def test_a_bucket_is_sealed_alike_with_and_without_the_kernel(monkeypatch):
+    """Trainer and engine may have been built by different compilers, or one of them by none."""
+    need_kernel()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "odd": torch.randn(701, generator=generator).bfloat16(),
+        "turned": torch.randn(40, 90, generator=generator).t(),
+        "bytes": torch.randint(0, 256, (5001,), generator=generator, dtype=torch.uint8),
+        "empty": torch.empty(0, 4),
+    }
+    specs = tuple(
+        TensorSpec(name, tuple(one.shape), str(one.dtype).removeprefix("torch."), name) for name, one in tensors.items()
+    )
+    (bucket,) = plan_buckets(Manifest(3, specs), 1 << 20)
+    digests = []
+    for kernel in (module.kernel(), None):
+        for user in (module, buckets):
+            monkeypatch.setattr(user, "kernel", lambda kernel=kernel: kernel)
+        buffer = torch.full((bucket.num_bytes + 64,), 7, dtype=torch.uint8)
+        filler = Filler(tensors.items())
+        sums = filler.fill(bucket, buffer)
+        filler.finish()
+        digests.append((seal(bucket, buffer, transfer=5, version=3, sums=sums), content(bucket, buffer, sums)))
+        assert check_seal(bucket, buffer, transfer=5, version=3) == digests[-1][0]
+        for slot in bucket.slots:
+            assert torch.equal(slot.view(buffer), tensors[slot.spec.name])
+    assert digests[0] == digests[1]
