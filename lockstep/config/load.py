@@ -64,10 +64,11 @@ and ``--set`` as nested dicts."""
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
     """A checked configuration and, for every leaf key (dotted), where its value came from: ``default``,
-    ``recipe quickstart``, ``file my.toml:12`` or ``--set``."""
+    ``recipe quickstart``, ``file my.toml:12`` or ``--set``. ``recipe``: the recipe that it builds on, empty for none."""
 
     config: RunConfig
     origins: dict[str, str] = field(default_factory=dict)
+    recipe: str = ""
 
 
 def load_run_config(
@@ -88,7 +89,8 @@ def load_run_config(
     above = reduce(merge, [*layers[1:], overlay, change_tree(options)], {})
     changes = change_tree(changes_of(name, plain_values(above))) if changes_of else {}
     tree, unknown = without_unset_variables(reduce(merge, [layers[0], changes, above]), [changes, *layers])
-    return _resolve(tree, f"configuration of {recipe}", violations + unknown, layers[0])
+    resolved = _resolve(tree, f"configuration of {recipe}", violations + unknown, layers[0])
+    return replace(resolved, recipe=name)
 
 
 def resolve_config(config: RunConfig, origin: str) -> ResolvedConfig:

@@ -25,6 +25,7 @@ from lockstep.driver.environment import PLATFORMS, examine
 from lockstep.driver.jobs import job_of
 from lockstep.driver.runnable import layout_record, needs_evidence, not_runnable
 from lockstep.environment.ledger import Ledger, LedgerFinding
+from lockstep.recipes.overlays import overlay_findings
 from lockstep.topology.evidence import KnownLayout, find_evidence, memory_differences
 from lockstep.topology.layout import check_layout
 from lockstep.topology.memory import plan_memory
@@ -72,13 +73,17 @@ def make_plan(resolved: ResolvedConfig, shell: Mapping[str, str]) -> RecipePlan:
     return RecipePlan(
         resolved=resolved,
         job=job,
-        rules=(*check_layout(job), *determinism_findings(config)),
+        rules=tuple(sorted((*overlay_findings(resolved), *check_layout(job), *determinism_findings(config)), key=_rank)),
         memory=plan_memory(job),
         ledger=ledger_of(config, job, shell),
         evidence=find_evidence(job) if needs_evidence(config) else None,
         arguments=effective(config),
         refused_by_train=tuple(not_runnable(config)),
     )
+
+
+def _rank(finding: Finding) -> int:
+    return ("error", "warning", "note").index(finding.severity)
 
 
 def ledger_of(config: RunConfig, job: Job, shell: Mapping[str, str]) -> Ledger:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.load import ResolvedConfig
 from lockstep.config.schema import RunConfig, Section
 from lockstep.config.tree import Change, change_tree, merge, plain_values, section_tree
 from lockstep.topology.catalogue import hardware as describe_hardware
 from lockstep.topology.catalogue import hardware_names
+from lockstep.topology.records import Finding
 
 Changes = Mapping[str, tuple[Any, str]]
 """Dotted key → (value, why). A value may be a ``Section``."""
@@ -54,6 +56,8 @@ class Variant:
     why: str
     changes: ChangesFunction
 
+
+_SOURCE = "lockstep/recipes: one function a model, overlays for hardware"
 
 _overlays: dict[tuple[str, str, int | None], Overlay] = {}
 _variants: dict[tuple[str, str], Variant] = {}
@@ -137,6 +141,31 @@ def chosen_overlay(recipe: str, hardware: str | None, nodes: int | None) -> Over
     if hardware is None:
         return None
     return _overlays.get((recipe, hardware, nodes)) or _overlays.get((recipe, hardware, None))
+
+
+def overlay_findings(resolved: ResolvedConfig) -> Iterator[Finding]:
+    """Says where hardware was named that the recipe has no overlay for, or another number of nodes than its overlay's:
+    then sizes stand that nobody chose for these devices. Recipes without overlays are for any device."""
+    recipe, cluster = resolved.recipe, resolved.config.cluster
+    kinds = list(dict.fromkeys(one.hardware for one in overlays_of(recipe)))
+    if cluster.hardware is None or not kinds:
+        return
+    one = chosen_overlay(recipe, cluster.hardware, cluster.nodes)
+    if one is None:
+        yours = any(
+            key.startswith("trainer.layout.") and origin.startswith(("file ", "--set"))
+            for key, origin in resolved.origins.items()
+        )
+        severity = "note" if yours or default_hardware(recipe) is None else "warning"
+        stands = "your layout stands on" if yours else "what follows is"
+        message = f"{recipe} has no overlay for {cluster.hardware}: {stands} the recipe's own values, chosen for no device"
+        way_out = f"name one of {', '.join(kinds)}, set a layout, or take one of `lockstep plan --suggest`"
+        yield Finding("no-overlay", severity, message, way_out, _SOURCE)
+        return
+    planned = one.changes().get("cluster.nodes", (1, ""))[0] if one.nodes is None else one.nodes
+    if planned != cluster.nodes:
+        message = f"the overlay for {one.hardware} is of {planned} nodes, and {cluster.nodes} are asked for"
+        yield Finding("overlay-nodes", "warning", message, "see `lockstep plan --suggest` for a layout", _SOURCE)
 
 
 def changes_for(recipe: str, above: Mapping[str, Any], variants: Sequence[str] = ()) -> list[Change]:

@@ -159,6 +159,42 @@ def test_a_layout_of_ones_own_is_judged_and_not_refused_for_being_unlisted(
     assert "evidence: none: `train` asks for --unverified" in capsys.readouterr().out
 
 
+def test_hardware_without_an_overlay_is_told_in_text_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base layout (tp 1 on one node) looked as if somebody had chosen it for this hardware."""
+    run(monkeypatch, "plan", "deepseek-v4-flash", "--hardware", "b200")
+    text = capsys.readouterr().out
+    assert "rules:\n  warning: no-overlay: deepseek-v4-flash has no overlay for b200: what follows is" in text
+    assert "repair: name one of gb300, h100, h200, mi355x, set a layout, or take one of `lockstep plan --suggest`" in text
+    run(monkeypatch, "plan", "deepseek-v4-flash", "--hardware", "b200", "--json")
+    (found,) = [one for one in json.loads(capsys.readouterr().out)["rules"] if one["rule"] == "no-overlay"]
+    assert found["severity"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("deepseek-v4-flash", "--hardware", "h200"), {}),
+        (("deepseek-v4-flash",), {}),
+        (("quickstart", "--hardware", "h200"), {}),  # for any device
+        (("qwen3-4b", "--hardware", "h100"), {"no-overlay": "note"}),  # as it stands it is for one device
+        (("deepseek-v4-flash", "--hardware", "b200", "--set", "trainer.layout.tp=8"), {"no-overlay": "note"}),
+        (("deepseek-v4-flash", "--hardware", "h200", "--nodes", "4"), {"overlay-nodes": "warning"}),
+        (("inkling", "--nodes", "12"), {}),  # an overlay of its own
+    ],
+)
+def test_only_sizes_that_nobody_chose_for_the_hardware_are_told(
+    arguments: tuple[str, ...],
+    told: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(monkeypatch, "plan", *arguments, "--json")
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert {one["rule"]: one["severity"] for one in rules if "overlay" in one["rule"]} == told
+
+
 def test_a_variable_that_contradicts_another_fails_a_strict_recipe() -> None:
     wrong = [
         "environment.engine.SGLANG_HACK_FLASHMLA_BACKEND=triton",
