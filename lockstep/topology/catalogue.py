@@ -8,14 +8,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology.records import Hardware, ModelShape
 
 _RULES = {
     *("window_period", "index_full", "index_from", "index_period"),
-    *("compress_head", "compress_cycle", "pruned", "source"),
+    *("compress_head", "compress_cycle", "pruned", "published", "published_base", "source"),
 }
 """Keys of ``catalog/models.toml`` that are no fields of ``ModelShape``: rules for lists of layers, and notes."""
 
@@ -50,6 +50,13 @@ def model_shape(name: str) -> ModelShape:
     entry = entries[name]
     fields: dict[str, Any] = {key: value for key, value in entry.items() if key not in _RULES}
     return ModelShape(name=name, **fields, **_layer_lists(entry))
+
+
+def published_precision(name: str, *, base: bool = False) -> Literal["fp8", "mxfp4_experts"] | None:
+    """What the weights of a model's own repository are in ("mxfp4_experts"), of the one called Base where ``base``; None
+    where the catalogue says nothing but bf16, and for pruned copies, which nobody publishes."""
+    entry = read_catalogue("models").get(name, {})
+    return entry.get("published_base" if base else "published")
 
 
 def prune(shape: ModelShape, num_layers: int) -> ModelShape:

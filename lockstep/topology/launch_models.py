@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology.catalogue import model_names, model_shape, prune
+from lockstep.topology.launch_precision import Quantisation, precision_by_config, precision_by_name, published
 from lockstep.topology.records import Attention, Finding, ModelShape
-
-Quantisation = Literal["none", "fp8", "mxfp4_experts", "int4"]
 
 _DECORATION = re.compile(
     r"([-_](fp8|bf16|fp16|mxfp4|nvfp4|int4|int8|awq|gptq|w4a16|base|instruct|it|chat|thinking|hf|torch[-_]dist|torch|mcore|miles|"
@@ -77,15 +76,12 @@ def identify(
     ``path`` is the checkpoint ("" if there is none), ``sizes`` what Megatron's flags say, by field of `ModelShape`;
     ``read_config`` returns a local checkpoint's configuration. Flags that disagree with the checkpoint are a finding.
     """
-    quantisation, assumed = _quantisation(path)
     config = read_config(path) if read_config and path and len(path) < 4096 else None
     if config is not None:
         from lockstep.topology.shapes import shape_from_config
 
         shape = shape_from_config(config, catalogue_name(path) or path.rstrip("/").rpartition("/")[2] or path)
-        block = config.get("quantization_config")
-        if quantisation == "none" and isinstance(block, Mapping) and block.get("quant_method") == "fp8":
-            quantisation = "fp8"
+        quantisation, assumed = precision_by_config(config) or precision_by_name(path) or ("none", ())
         return _compared(KnownModel(shape, f"{path}/config.json", quantisation, (), assumed), sizes)
     name = catalogue_name(path)
     if name is not None:
@@ -93,22 +89,11 @@ def identify(
         layers = pruned_layers(path)
         if layers is not None and layers < shape.num_layers:
             shape = prune(shape, layers)
+        quantisation, assumed = precision_by_name(path) or published(name, path)
         return _compared(KnownModel(shape, f"the catalogue, as {name}", quantisation, (), assumed), sizes)
     if all(size in sizes for size in _REQUIRED):
         return _from_sizes(path, sizes, settings)
     return None
-
-
-def _quantisation(path: str) -> tuple[Quantisation, tuple[str, ...]]:
-    """The precision of a checkpoint's weights by its name."""
-    name = path.lower()
-    if "fp8" in name:
-        return "fp8", ()
-    if "mxfp4" in name:
-        return "mxfp4_experts", ("mxfp4 weights: experts alone are in four bits",)
-    if match := re.search(r"int4|w4a\d+|awq|gptq|nvfp4", name):
-        return "int4", (f"{match.group()} weights are counted at four bits and a scale for 32",)
-    return "none", ()
 
 
 def _compared(known: KnownModel, sizes: Mapping[str, Any]) -> KnownModel:
@@ -187,7 +172,7 @@ def _from_sizes(path: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]
             if attention != "gqa"
         },
     )
-    quantisation, assumed = _quantisation(path)
+    quantisation, assumed = precision_by_name(path) or ("none", ())
     return KnownModel(shape, "the flags' sizes", quantisation, (), (*assumptions, *assumed))
 
 
