@@ -64,7 +64,7 @@ and ``--set`` as nested dicts."""
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
     """A checked configuration and, for every leaf key (dotted), where its value came from: ``default``,
-    ``recipe quickstart``, ``file my.toml:12`` or ``--set``. ``recipe``: the recipe that it builds on, empty for none."""
+    ``recipe quickstart``, ``file my.toml:12`` or ``--set``. ``recipe``: what it builds on, empty for none."""
 
     config: RunConfig
     origins: dict[str, str] = field(default_factory=dict)

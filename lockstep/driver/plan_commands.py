@@ -73,7 +73,9 @@ def make_plan(resolved: ResolvedConfig, shell: Mapping[str, str]) -> RecipePlan:
     return RecipePlan(
         resolved=resolved,
         job=job,
-        rules=tuple(sorted((*overlay_findings(resolved), *check_layout(job), *determinism_findings(config)), key=_rank)),
+        rules=tuple(
+            sorted((*overlay_findings(resolved), *check_layout(job), *determinism_findings(config)), key=_rank)
+        ),
         memory=plan_memory(job),
         ledger=ledger_of(config, job, shell),
         evidence=find_evidence(job) if needs_evidence(config) else None,

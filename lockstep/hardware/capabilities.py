@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,7 @@ def capabilities(gpus: tuple[Gpu, ...] = (), vendor: str = "cpu") -> tuple[Capab
         memory_handles(gpus),
         shared_memory(),
         sleep_mode(gpus),
+        memory_saver(gpus, vendor),
     )
 
 
@@ -119,3 +122,58 @@ def sleep_mode(gpus: tuple[Gpu, ...], find: Callable[[str], object | None] = imp
     present = find("vllm") is not None and find("vllm.cumem_allocator") is not None
     reason = "vllm.cumem_allocator is " + ("there" if present else "missing")
     return Capability("engine sleep", present, reason, otherwise)
+
+
+LARGE_BYTES = 8 << 30
+"""One allocation larger than HIP maps in one piece."""
+
+_SAVER_PROBE = """
+import sys, torch, torch_memory_saver
+saver = torch_memory_saver.torch_memory_saver
+saver.hook_mode = "torch"
+with saver.region():
+    tensor = torch.ones(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+before = torch.cuda.mem_get_info()[0]
+saver.pause()
+freed = torch.cuda.mem_get_info()[0] - before
+saver.resume()
+tensor.fill_(1)
+torch.cuda.synchronize()
+sys.exit(0 if freed > 0.9 * tensor.numel() else f"a pause freed {freed} of {tensor.numel()} bytes")
+"""
+
+
+def large_allocation_problem() -> str | None:
+    """What goes wrong with one large allocation under torch_memory_saver that is paused and resumed, in a process of
+    its own, since the saver ends it on an error; None where nothing does."""
+    command = [sys.executable, "-c", _SAVER_PROBE, str(LARGE_BYTES)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+
+
+def memory_saver(
+    gpus: tuple[Gpu, ...],
+    vendor: str,
+    find: Callable[[str], object | None] = importlib.util.find_spec,
+    problem: Callable[[], str | None] = large_allocation_problem,
+) -> Capability:
+    """The extension by which SGLang gives its memory back. On HIP large allocations must be made in chunks, which not
+    every build does (fzyzcjy/torch_memory_saver#65): there it counts as missing unless a large one was tried."""
+    name, otherwise = (
+        "engine memory saver",
+        "SGLang keeps its memory: plan for both, or place it apart from the trainer",
+    )
+    if not gpus:
+        return Capability(name, False, "no GPU", otherwise)
+    if find("torch_memory_saver") is None:
+        return Capability(name, False, "torch_memory_saver is missing", otherwise)
+    if vendor != "amd":
+        return Capability(name, True, "torch_memory_saver is there", otherwise)
+    if gpus[0].memory_free_bytes < 4 * LARGE_BYTES:
+        return Capability(name, False, "not tried: less than four large allocations are free", otherwise)
+    wrong = problem()
+    tried = f"{LARGE_BYTES >> 30} GiB in one piece, paused and resumed"
+    return Capability(name, wrong is None, f"{tried}: {wrong or 'freed and came back'}", otherwise)

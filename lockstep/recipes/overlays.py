@@ -158,7 +158,9 @@ def overlay_findings(resolved: ResolvedConfig) -> Iterator[Finding]:
         )
         severity = "note" if yours or default_hardware(recipe) is None else "warning"
         stands = "your layout stands on" if yours else "what follows is"
-        message = f"{recipe} has no overlay for {cluster.hardware}: {stands} the recipe's own values, chosen for no device"
+        message = (
+            f"{recipe} has no overlay for {cluster.hardware}: {stands} the recipe's own values, chosen for no device"
+        )
         way_out = f"name one of {', '.join(kinds)}, set a layout, or take one of `lockstep plan --suggest`"
         yield Finding("no-overlay", severity, message, way_out, _SOURCE)
         return

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
+from lockstep.hardware.freed_memory import device_count, not_freed
 from lockstep.interfaces import LogProbs
 from lockstep.records import GenerateRequest, Sequence
 from lockstep.rollout.queued_engine import QueuedEngine
@@ -111,14 +112,19 @@ class VllmEngine(QueuedEngine):
         """Give memory back: at level 1 the caches, with the weights moved to the host; at level 2 the weights as well,
         so that nothing is served after the wake until a refit commits, on every platform alike.
 
-        Requests that run are kept. Returns False, and says so in the log, where the platform frees nothing (a CPU).
+        Requests that run are kept. Returns False, and says so in the log, where the platform frees nothing (a CPU), or
+        where the device's own count of memory does not fall by what was to be freed.
         """
         self._vllm.requeue_running()
         self._pauses.add("caller")
-        self._asleep = level
+        already, self._asleep = self._asleep, level
         freed = self._can_sleep
         if freed:
-            self.llm.sleep(level=level)
+            held = 0 if already else pausable_bytes()
+            problem = not_freed(lambda: self.llm.sleep(level=level), held, device_count())
+            if problem is not None:
+                logger.warning("vLLM's sleep at level %d: %s", level, problem)
+            freed = problem is None
         else:
             logger.warning("vLLM frees no memory on this platform: sleep at level %d only stops admission", level)
         if level == 2:
@@ -158,6 +164,13 @@ class VllmEngine(QueuedEngine):
         if temperature > HOTTEST or 0 < temperature < COLDEST:
             return f"vLLM samples at temperatures from {COLDEST} to {HOTTEST}, or greedily; it is {temperature}"
         return super()._problem(request)
+
+
+def pausable_bytes() -> int:
+    """Bytes that vLLM's sleep gives back: what its allocator holds, weights and caches; 0 where it has none."""
+    from vllm.device_allocator.cumem import CuMemAllocator  # pyright: ignore[reportMissingImports]
+
+    return int(CuMemAllocator.get_instance().get_current_usage())
 
 
 def _recorder(model: Any, runner: Any, llm: Any, settings: VllmSettings) -> RouteRecorder | None:

@@ -53,8 +53,8 @@ def model_shape(name: str) -> ModelShape:
 
 
 def published_precision(name: str, *, base: bool = False) -> Literal["fp8", "mxfp4_experts"] | None:
-    """What the weights of a model's own repository are in ("mxfp4_experts"), of the one called Base where ``base``; None
-    where the catalogue says nothing but bf16, and for pruned copies, which nobody publishes."""
+    """What the weights of a model's own repository are in, of the one called Base where ``base``; None where the
+    catalogue says nothing but bf16, and for pruned copies, which nobody publishes."""
     entry = read_catalogue("models").get(name, {})
     return entry.get("published_base" if base else "published")
 

@@ -1,7 +1,7 @@
 """In how many bits a checkpoint's weights are: by its ``config.json`` where that says so, else by its name.
 
-    config.json  quantization_config ─┐
-    the path's words (fp8, int4, awq) ─┴─► what the plan counts, and what it had to assume
+config.json  quantization_config ─┐
+the path's words (fp8, int4, awq) ─┴─► what the plan counts, and what it had to assume
 """
 
 from __future__ import annotations

@@ -220,6 +220,7 @@ _DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
     "fp8": _choices("blockwise", "delayed", "mxfp8", "none"),
     **dict.fromkeys(("moment_dtype", "master_dtype", "grad_dtype"), _choices("fp32")),
     "weight_dtype": _choices("bf16", "fp32"),
+    "kv_cache_dtype": _choices("bf16"),
     "recompute": _choices("selective", "none", "full"),
     "recompute_method": _choices("uniform", None),
     "recompute_num_layers": _choices(1, None),

@@ -315,3 +315,23 @@ def expandable_segments(job: Job) -> str | None:
     if job.hardware.vendor != "amd" or engine.tp == 1 or not named:
         return None
     return f"{', '.join(named)} with engine tp {engine.tp} on {job.hardware.name}: all-reduce can't be set up"
+
+
+@rule(
+    "rocm-fp8-cache",
+    severity="warning",
+    source="vllm-project/vllm#45562, mended for one model by #45720",
+    needs="vllm",
+    knobs=("engine.kv_cache_dtype",),
+)
+def rocm_fp8_cache(job: Job) -> str | None:
+    """A cache in fp8 under sparse attention, where the device's fp8 is e4m3fnuz: vLLM read its bytes as e4m3fn, and
+    answers were noise with status 200 (GSM8K 0.967 → 0.010). Nobody has published an accuracy since for other models.
+    DeepSeek-V4 has no other cache."""
+    sparse = job.model.attention == "mla_dsa"
+    if not sparse or job.hardware.fp8 != "e4m3fnuz" or engine_of(job).kv_cache_dtype != "fp8":
+        return None
+    return (
+        f"kv_cache_dtype fp8 with sparse attention on {job.hardware.name}, whose fp8 is e4m3fnuz: vLLM has read such a "
+        "cache as e4m3fn, which halves or doubles every key and value; compare its log-probs before you train"
+    )

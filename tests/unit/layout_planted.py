@@ -416,6 +416,11 @@ ENGINES = [
         ),
         "engine PYTORCH_HIP_ALLOC_CONF expandable_segments:True → unset",
     ),
+    Planted(
+        "rocm-fp8-cache",
+        serving("vllm", GLM, tp=8, ep=8, device="mi300x", kv_cache_dtype="fp8"),
+        "engine kv_cache_dtype fp8 → bf16",
+    ),
     Planted("vllm-expert-size", serving("vllm", tp=8, ep=4), "engine ep 4 → 1 or 8"),
     Planted("vllm-balancer", serving("vllm", tp=8, expert_balancer=True), "engine expert_balancer on → off"),
     Planted("vllm-decode-cp", serving("vllm", tp=8, decode_cp=3), "engine decode_cp 3 → 2 or 4"),

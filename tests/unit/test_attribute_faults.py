@@ -243,6 +243,31 @@ def rotary_base_wrong(patch: Patch) -> Case:
     return Case(make_bench(), [{"buffers"}])
 
 
+def rotary_table_in_bfloat16(patch: Patch) -> Case:
+    """The engine's angles come from frequencies in bfloat16, the trainer's from float32 (radixark/miles#3268)."""
+    original = torch_engine.make_decoder
+
+    def make_decoder(model: Any, *args: Any) -> Any:
+        frequencies = model.model.rotary_emb.inv_freq
+        frequencies.copy_(frequencies.bfloat16())
+        return original(model, *args)
+
+    patch.setattr(torch_engine, "make_decoder", make_decoder)
+    return Case(make_bench(), [{"buffers"}], bound=5e-5)  # of exact parity: float32 differs by 1e-7
+
+
+def cache_read_in_the_other_fp8_dialect(patch: Patch) -> Case:
+    """Keys and values are kept as e4m3fnuz, as gfx942 writes them, and read as e4m3fn (vllm-project/vllm#45562)."""
+    place = fast_decoder.SlotState.place
+
+    def misread(self: Any, prefilled: Any, slots: Any) -> None:
+        kept = prefilled.cache.to(torch.float8_e4m3fnuz)
+        place(self, replace(prefilled, cache=kept.view(torch.float8_e4m3fn).to(prefilled.cache.dtype)), slots)
+
+    patch.setattr(fast_decoder.SlotState, "place", misread)
+    return Case(make_bench(), [{"prefill"}, {"fast-path-off"}])
+
+
 def left_padded_v4(patch: Patch) -> Case:
     """Prefill pads prompts at the left, which this architecture's compressors can't undo."""
 
@@ -395,6 +420,8 @@ FAULTS = [
     dequantised_copy_stale,
     *([packed_copy_stale] if packing_works(torch.bfloat16) else []),
     rotary_base_wrong,
+    rotary_table_in_bfloat16,
+    cache_read_in_the_other_fp8_dialect,
     left_padded_v4,
     positions_off_by_one,
     logprobs_off_by_one,

@@ -166,7 +166,9 @@ def test_hardware_without_an_overlay_is_told_in_text_and_json(
     run(monkeypatch, "plan", "deepseek-v4-flash", "--hardware", "b200")
     text = capsys.readouterr().out
     assert "rules:\n  warning: no-overlay: deepseek-v4-flash has no overlay for b200: what follows is" in text
-    assert "repair: name one of gb300, h100, h200, mi355x, set a layout, or take one of `lockstep plan --suggest`" in text
+    assert (
+        "repair: name one of gb300, h100, h200, mi355x, set a layout, or take one of `lockstep plan --suggest`" in text
+    )
     run(monkeypatch, "plan", "deepseek-v4-flash", "--hardware", "b200", "--json")
     (found,) = [one for one in json.loads(capsys.readouterr().out)["rules"] if one["rule"] == "no-overlay"]
     assert found["severity"] == "warning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,16 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.schema import RunConfig
 from lockstep.driver.doctor_commands import examine_all, render_all
 from lockstep.driver.needs import needs_of, refuse_absent_hardware
-from lockstep.hardware.capabilities import Capability, capabilities, fp8, mesh_unflatten, shared_memory, sleep_mode
+from lockstep.hardware.capabilities import (
+    Capability,
+    capabilities,
+    fp8,
+    large_allocation_problem,
+    memory_saver,
+    mesh_unflatten,
+    shared_memory,
+    sleep_mode,
+)
 from lockstep.hardware.cuda import Cuda, Gpu
 from lockstep.hardware.doctor import render
 from lockstep.hardware.mesh import two_axis_mesh
@@ -239,6 +249,32 @@ def test_sleep_is_probed_and_has_a_named_fallback() -> None:
     with_it = sleep_mode((AMD_GPU,), find=lambda _: object())
     assert (without.present, with_it.present) == (False, True)
     assert "plan for both" in without.otherwise
+
+
+def test_the_memory_saver_is_off_on_hip_unless_a_large_allocation_was_tried() -> None:
+    """(I13) Large models failed to load: on HIP a large allocation must be made in chunks."""
+    tried: list[int] = []
+
+    def problem(says: str | None) -> Callable[[], str | None]:
+        return lambda: (tried.append(1), says)[1]
+
+    free = replace(AMD_GPU, memory_free_bytes=200 << 30)
+    fails = memory_saver((free,), "amd", lambda _: object(), problem("hipError 2 in cu_mem_create"))
+    works = memory_saver((free,), "amd", lambda _: object(), problem(None))
+    assert (fails.present, works.present, len(tried)) == (False, True, 2)
+    assert "cu_mem_create" in fails.reason
+    assert "plan for both" in fails.otherwise
+    full = memory_saver((replace(free, memory_free_bytes=1 << 30),), "amd", lambda _: object(), problem(None))
+    assert (full.present, full.reason[:9], len(tried)) == (False, "not tried", 2)
+    assert not memory_saver((free,), "amd", lambda _: None, problem(None)).present
+    assert memory_saver((H200,), "nvidia", lambda _: object(), problem("never asked")).present
+    assert not memory_saver((), "cpu").present
+    assert len(tried) == 2
+
+
+def test_the_probe_of_the_memory_saver_says_what_went_wrong() -> None:
+    """There is no such extension here: the child's own error is the reason."""
+    assert "torch_memory_saver" in str(large_allocation_problem())
 
 
 def test_shared_memory_is_tried() -> None:

@@ -252,6 +252,20 @@ def test_expandable_segments_are_refused_under_tensor_parallelism_on_rocm(name: 
     assert complaints(alone) == []
 
 
+def test_an_fp8_cache_is_warned_of_only_where_it_was_misread() -> None:
+    """I9, https://github.com/vllm-project/vllm/issues/45562: sparse attention, vLLM, and a device whose fp8 is fnuz."""
+    fp8 = {"tp": 8, "ep": 8, "kv_cache_dtype": "fp8"}
+    assert complaints(serving("vllm", GLM, device="mi325x", **fp8)) == ["rocm-fp8-cache"]
+    for harmless in (
+        serving("vllm", GLM, device="mi355x", **fp8),
+        serving("vllm", GLM, device="h200", **fp8),
+        serving("vllm", V4, device="mi300x", **fp8),  # which has no other cache
+        serving("vllm", MOE, device="mi300x", tp=4, gpus=4, kv_cache_dtype="fp8"),
+        serving("sglang", GLM, device="mi300x", **fp8),
+    ):
+        assert "rocm-fp8-cache" not in complaints(harmless)
+
+
 # --- single rules, where more than one case matters -------------------------------------------------------------------
 
 

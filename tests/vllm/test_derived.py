@@ -139,6 +139,20 @@ def test_absorbed_projections_are_seen_by_decode_alone(engines: Any, monkeypatch
     assert [(layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) for layer in layers] == places
 
 
+def test_rotary_tables_are_the_trainers_to_the_bit(engines: Any) -> None:
+    """A table in bfloat16 on one side was the whole difference of an exact run (I11)."""
+    engine, model = engines("qwen3"), tiny_model("qwen3")
+    tables = [m.cos_sin_cache for m in served_model(engine.llm).modules() if hasattr(m, "cos_sin_cache")]
+    assert tables
+    for table in tables:
+        cosines, sines = model.model.rotary_emb(torch.empty(1), torch.arange(len(table))[None])
+        half = table.shape[1] // 2
+        trainers = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1)
+        assert table.dtype == trainers.dtype == torch.float32
+        assert torch.equal(table, trainers)
+        assert not torch.equal(table.bfloat16().float(), trainers)
+
+
 def test_rotary_tables_that_deep_sleep_lost(engines: Any) -> None:
     engine = engines("qwen3_moe")
     loaded_from_disk("qwen3_moe", 2)  # engines of one process share the tables

@@ -15,6 +15,7 @@ from lockstep.model.characters import CharacterTokenizer
 from lockstep.records import Completion
 from lockstep.refit.transaction import run_refit
 from lockstep.refit.transports import LocalTransport
+from lockstep.rollout import vllm_engine
 from lockstep.rollout.queued_engine import EngineError, EngineUnfit
 from lockstep.rollout.vllm_engine import VllmEngine
 from lockstep.rollout.vllm_folder import write_model_folder
@@ -265,6 +266,23 @@ def test_sleep_stops_admission_and_level_2_asks_for_a_refit(new_engine: Callable
         one.score([])
     refit_to(one, seed=MODEL_SEED, version=3)
     assert run(one, [make_request("r", PROMPTS[0])])[0].tokens.tolist() == before
+
+
+@pytest.mark.parametrize(("left", "freed"), [(5 << 30, False), (1 << 30, True)])
+def test_sleep_is_believed_by_the_devices_own_count(
+    left: int, freed: bool, new_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A platform that says it has freed 4 GiB, and has or has not (vllm-project/vllm#37533)."""
+    one = new_engine()
+    counts = [5 << 30]
+    monkeypatch.setattr(VllmEngine, "_can_sleep", True)
+    monkeypatch.setattr(vllm_engine, "pausable_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(vllm_engine, "device_count", lambda: lambda: counts[-1])
+    monkeypatch.setattr(one.llm, "sleep", lambda level: counts.append(left))
+    monkeypatch.setattr(one.llm, "wake_up", lambda tags: None)
+    assert one.sleep(1) is freed
+    assert one.sleep(1), "asleep already: there is nothing more to give back"
+    one.wake()
 
 
 def test_scoring_is_refused_where_it_would_disturb_requests(engine: VllmEngine) -> None:
