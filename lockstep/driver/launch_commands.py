@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.driver.launch_unknown import eased
 from lockstep.environment.catalogue import Variable
 from lockstep.environment.reachability import Platform
 from lockstep.topology.commandline import ROWS, Launch, Surroundings, read_launches
@@ -113,7 +114,8 @@ def judge_launch(launch: Launch, *, installed: bool = False) -> LaunchVerdict:
             ruled = [Finding("not-judged", "error", f"these numbers together can't be judged: {error}")]
         split = any(finding.rule.startswith("pipeline-") for finding in ruled)
         planned = plan.findings if plan else ()
-        found += [*ruled, *(finding for finding in planned if not (split and finding.rule == "memory-split"))]
+        judged = [*ruled, *(finding for finding in planned if not (split and finding.rule == "memory-split"))]
+        found += eased(judged, launch.job, launch.unknown, launch.unplanned)
         rows = ROWS[launch.project]
         found = [in_flags(finding, launch.project, rows, launch.origins) for finding in found]
     found += _environment_findings(launch, installed)
@@ -142,7 +144,7 @@ def _layout_findings(job: Job, model_known: bool) -> list[Finding]:
 
     if model_known:
         return check_layout(job)
-    small = unknown_shape(1024 if job.train and job.train.ep > 1 else 0)
+    small = unknown_shape(1024 if job.model.is_moe else 0)
     divisible = 1 << 14
     large = replace(
         small,
@@ -155,6 +157,7 @@ def _layout_findings(job: Job, model_known: bool) -> list[Finding]:
         ffn=divisible,
         moe_ffn=divisible if small.num_experts else 0,
         dense_layers=1,
+        num_experts=small.num_experts * 3 * 5 * 7 * 11 * 13,
         experts_per_token=8 if small.num_experts else 0,
     )
     also = {(finding.rule, finding.message) for finding in check_layout(replace(job, model=large))}
@@ -254,6 +257,7 @@ def _verdict_text(path: str, verdict: LaunchVerdict) -> str:
         model = f"{job.model.name} ({launch.model_origin})" if launch.model_known else "not known"
         lines += [f"  model     {model}", f"  devices   {_devices(job)}", *_layouts(job)]
     lines += [f"  assumed   {text}" for text in launch.assumptions]
+    lines += [f"  uncounted {text}" for text in launch.unplanned]
     if verdict.plan is not None and verdict.plan.phases:
         lines.append(f"  memory    {_memory_line(verdict.plan)}")
     if launch.unread:
@@ -318,5 +322,6 @@ def _verdict_dict(verdict: LaunchVerdict) -> dict[str, Any]:
         },
         "findings": [asdict(finding) for finding in verdict.findings],
         "assumptions": list(launch.assumptions),
+        "unplanned": list(launch.unplanned),
         "unread": list(launch.unread),
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology import flags_megatron, flags_miles, flags_sglang, flags_verl, flags_vllm
-from lockstep.topology.launch_jobs import Cluster, build_job, defaults_of
+from lockstep.topology.launch_jobs import NODES_ASSUMED, Cluster, build_job, defaults_of
 from lockstep.topology.launch_models import KnownModel, catalogue_name, identify
 from lockstep.topology.launch_options import Option, Options, read_flags, read_overrides
 from lockstep.topology.launch_programs import MARKER, Program, find_program
@@ -26,6 +26,7 @@ from lockstep.topology.launch_rules import (
     ENGINE_VARIABLES,
     command_findings,
     environment_findings,
+    unplanned,
     visible_devices,
 )
 from lockstep.topology.records import Finding, Hardware, Job
@@ -53,7 +54,8 @@ class Launch:
     ``job`` is None where its numbers make none; ``model_known`` False: only rules that read nothing of the model may
     judge it. ``environment`` is what the script gives to each process; ``origins`` the option of each setting;
     ``unread`` flags that exist but say nothing of layout or memory; ``findings`` what is wrong with the command
-    itself; ``assumptions`` what was filled in.
+    itself; ``assumptions`` what was filled in; ``unknown`` the settings that the command gives and nobody here knows,
+    "nodes" where their number is assumed; ``unplanned`` options whose effect on memory is not counted.
     """
 
     project: str
@@ -68,6 +70,8 @@ class Launch:
     unread: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
+    unknown: frozenset[str] = frozenset()
+    unplanned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ def _read(program: Program, script: Script, schedule: Mapping[str, Value], aroun
     findings = [*_unsettled(options, script), *options.findings, *_detached(script)]
     settings = {**defaults_of(program), **options.settings}
     if program.project == "verl":
-        _verl_config(settings, options)
+        findings += _verl_config(settings, options)
     model, problem = _model(options, settings, script, around)
     findings += list(problem)
     environment, unclear = _environment(program, options)
@@ -185,7 +189,20 @@ def _read(program: Program, script: Script, schedule: Mapping[str, Value], aroun
         unread=tuple(options.unread),
         findings=tuple(_eased(findings, model is not None)),
         assumptions=assumptions,
+        unknown=_unknown(options, program, assumptions, around),
+        unplanned=unplanned(options, program.project),
     )
+
+
+def _unknown(options: Options, program: Program, assumptions: Sequence[str], around: Surroundings) -> frozenset[str]:
+    """See ``Launch.unknown``."""
+    rows = ROWS[program.project]
+    found = {rows[flag].target for flag in options.unsettled if flag in rows}
+    if around.nodes is None and (found & {"job.nodes", "launch.actor_nodes"} or NODES_ASSUMED in assumptions):
+        found.add("nodes")
+    if any("--runtime-env-json" in problem for problem in program.problems):
+        found.add("environment")
+    return frozenset(found)
 
 
 def _options(program: Program, given: Mapping[str, str]) -> Options:
@@ -200,12 +217,24 @@ def _options(program: Program, given: Mapping[str, str]) -> Options:
     return options
 
 
-def _verl_config(settings: dict[str, Any], options: Options) -> None:
-    """``--config-name=ppo_megatron_trainer`` chooses Megatron."""
+_STRATEGY = "actor_rollout_ref.actor.strategy"
+_OWN_ENGINES = ("dp", "fsdp", "fsdp2", "megatron")
+
+
+def _verl_config(settings: dict[str, Any], options: Options) -> list[Finding]:
+    """``strategy``, ``model_engine=megatron`` or ``--config-name=ppo_megatron_trainer`` choose the trainer. One that is
+    not known here is a finding: then the engine alone is judged."""
     named = options.by_flag.get("--config-name")
-    text = named.values[0].text if named and named.values else ""
-    if "megatron" in text:
+    configuration = named.values[0].text if named and named.values else ""
+    chosen = options.by_flag.get(_STRATEGY) or options.by_flag.get("model_engine")
+    engine = chosen.values[0].known if chosen and chosen.values else None
+    if engine is not None and chosen is not None and engine not in _OWN_ENGINES:
+        settings["launch.foreign"] = engine
+        message = f"line {chosen.line}: {chosen.text}: a trainer that is not known here, so the engine alone is judged"
+        return [Finding("trainer-unknown", "warning", message, source="verl verl/trainer/config/model_engine")]
+    if engine == "megatron" or (engine is None and "megatron" in configuration):
         settings.setdefault("train.backend", "megatron")
+    return []
 
 
 def _unsettled(options: Options, script: Script) -> list[Finding]:

@@ -102,6 +102,7 @@ LAYOUT: dict[str, Row] = {
 
 MEMORY: dict[str, Row] = {
     "--bf16": Row("memory.weight_dtype", _PRECISION, present="bf16"),
+    "--fp16": Row("memory.weight_dtype", _PRECISION, present="bf16"),  # as many bytes
     "--fp8-format": Row("launch.fp8_format", f"{_ARGUMENTS}: _add_transformer_engine_args", text),
     "--fp8-recipe": Row(
         "launch.fp8_recipe",

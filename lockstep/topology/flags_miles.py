@@ -25,6 +25,7 @@ OWN: dict[str, Row] = {
     "--offload": Row("memory.offload_weights", _CLUSTER),
     "--offload-train": Row("memory.offload_weights", _CLUSTER),
     "--no-offload-train": Row("memory.offload_weights", _CLUSTER, present=False),
+    "--no-offload-rollout": Row("launch.frees_cache", _CLUSTER, present=False),
     "--offload-train-target": Row("memory.offload_target", _CLUSTER, choice({"cpu": "cpu", "disk": "disk"})),
     "--stream-optimizer-state-to-disk": Row("memory.stream_optimizer", _CLUSTER),
     "--rematerialize-param-from-master-weight": Row("memory.rematerialise_weights", _TRAIN),

@@ -22,6 +22,7 @@ _GENERAL: dict[str, Row] = {
     "trainer.nnodes": Row("job.nodes", _TRAINER, integer),
     "trainer.n_gpus_per_node": Row("job.gpus_per_node", _TRAINER, integer),
     "actor_rollout_ref.model.path": Row("launch.model", "model/hf_model.yaml", text),
+    "model_engine": Row("launch.model_engine", f"{_TRAINER}: defaults", text),
     f"{_A}strategy": Row("train.backend", _ACTOR, choice({"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"})),
     "data.train_batch_size": Row("batch.num_prompts", _DATA, integer),
     "data.max_prompt_length": Row("batch.prompt_tokens", _DATA, integer),

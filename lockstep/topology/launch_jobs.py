@@ -23,6 +23,7 @@ from lockstep.topology.records import (
 Settings = dict[str, Any]
 
 MAX_DEVICES = 1 << 16
+NODES_ASSUMED = "the number of nodes is not known: 1 assumed (--nodes states it)"
 _SIZES = (
     *("nodes", "gpus_per_node", "rollout_gpus", "gpus_per_engine", "tp", "pp", "cp", "ep", "etp", "dp", "replicate"),
     *("virtual_stages", "first_stage_layers", "last_stage_layers", "prefill_cp", "decode_cp", "attention_cp", "moe_dp"),
@@ -61,9 +62,9 @@ def build_job(
 ) -> Built:
     """The job of a launch. Raises ValueError where its numbers make none (no device at all)."""
     assumptions: list[str] = []
-    shape = model.shape if model else unknown_shape(settings.get("train.ep", 1) if _routes(settings) else 0)
+    shape = model.shape if model else unknown_shape(_experts(settings))
     hardware = cluster.hardware or _hardware_of(environment)
-    engine_only = program.project in ("vllm", "sglang")
+    engine_only = program.project in ("vllm", "sglang") or "launch.foreign" in settings
     engine = _engine(program, settings, model)
     job = Job(
         name=f"{program.name}, line {program.line}",
@@ -100,8 +101,11 @@ def _with_own(program: Program, environment: Mapping[str, Mapping[str, str]]) ->
     return {process: {**VERL_ENVIRONMENT, **table} for process, table in environment.items()}
 
 
-def _routes(settings: Mapping[str, Any]) -> bool:
-    return settings.get("train.ep", 1) > 1 or settings.get("model.num_experts", 0) > 0
+def _experts(settings: Mapping[str, Any]) -> int:
+    """Experts of a model that is not known: as many as the trainer or the engine spreads, 0 where neither does."""
+    sizes = [settings.get(key, 0) or 0 for key in ("train.ep", "engine.ep", "model.num_experts")]
+    spread = max([*(size for size in sizes if size > 1), 0])
+    return spread or (2 if settings.get("launch.expert_parallel") else 0)
 
 
 def _hardware_of(environment: Mapping[str, Mapping[str, str]]) -> Hardware:
@@ -285,7 +289,7 @@ def _placed_torchrun(job: Job, program: Program, cluster: Cluster, assumptions: 
         assumptions.append(f"GPUs per node are not known: {per_node} assumed")
     if nodes is None:
         nodes = 1
-        assumptions.append("the number of nodes is not known: 1 assumed (--nodes states it)")
+        assumptions.append(NODES_ASSUMED)
     return replace(job, nodes=nodes, gpus_per_node=per_node)
 
 

@@ -89,7 +89,7 @@ def identify(
         layers = pruned_layers(path)
         if layers is not None and layers < shape.num_layers:
             shape = prune(shape, layers)
-        quantisation, assumed = precision_by_name(path) or published(name, path)
+        quantisation, assumed = precision_by_name(path) or published(path, name)
         return _compared(KnownModel(shape, f"the catalogue, as {name}", quantisation, (), assumed), sizes)
     if all(size in sizes for size in _REQUIRED):
         return _from_sizes(path, sizes, settings)
@@ -172,7 +172,7 @@ def _from_sizes(path: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]
             if attention != "gqa"
         },
     )
-    quantisation, assumed = precision_by_name(path) or ("none", ())
+    quantisation, assumed = precision_by_name(path) or published(path)
     return KnownModel(shape, "the flags' sizes", quantisation, (), (*assumptions, *assumed))
 
 

@@ -32,9 +32,24 @@ def precision_by_name(path: str) -> Read | None:
     return ("none", ()) if re.search(r"bf16|fp16|bfloat16", name) else None
 
 
-def published(name: str, path: str) -> Read:
-    """The precision of a model of the catalogue whose path says nothing of it: its repository's, which is told."""
-    stated = published_precision(name, base="base" in path.lower())
+_REPOSITORIES: tuple[tuple[str, Quantisation], ...] = (
+    (r"deepseek-v3\.[12]", "fp8_ue8m0"),
+    (r"deepseek-(v3|r1)(-0324|-0528|-base|-zero)?$", "fp8"),
+    (r"kimi-k2(-thinking|\.5)", "int4"),
+    (r"kimi-k2(-instruct|-base)", "fp8"),
+    (r"gpt-oss-", "mxfp4_experts"),
+    (r"minimax-m2", "fp8"),
+)
+"""Public repositories whose weights are quantised and whose names don't say so, by their config.json."""
+
+
+def published(path: str, name: str | None = None) -> Read:
+    """The precision of a model whose path says nothing of it: its repository's, which is told. ``name``: the model of
+    the catalogue that it is."""
+    last = path.rstrip("/").rpartition("/")[2].lower()
+    stated: Quantisation | None = published_precision(name, base="base" in last) if name else None
+    if stated is None:
+        stated = next((precision for pattern, precision in _REPOSITORIES if re.match(pattern, last)), None)
     if stated is None:
         return "none", ()
     return stated, (f"weights as published ({stated}), for neither the path nor a config.json says otherwise",)

@@ -45,6 +45,8 @@ def _piece(path: str, value: Any, project: str, rows: Mapping[str, Row], origins
     target = _TARGETS.get(path, path if "." in path else f"job.{path}")
     if target == _OFFLOAD and project in ("megatron", "miles"):
         return f"add --optimizer-cpu-offload --optimizer-offload-fraction {value:g}" if value else None
+    if project == "megatron" and target == "batch.num_prompts" and target not in origins:
+        return ""  # pre-training has no prompts: its samples are those of the global batch
     if project == "verl" and target == "batch.global_batch":
         return ""  # prompts of a mini-batch · samples of each: the repair's number is of samples
     if target in _SPECIAL.get(project, {}):

@@ -165,11 +165,36 @@ INERT: tuple[Inert, ...] = (
 )
 
 
+_REF = "actor_rollout_ref."
+UNPLANNED: dict[str, tuple[Project, str]] = {
+    "--lora-rank": ("miles", "LoRA trains adapters alone"),
+    "--recompute-modules": ("megatron", "which parts of a layer are recomputed"),
+    f"{_REF}model.lora_rank": ("verl", "LoRA trains adapters alone"),
+    f"{_REF}model.lora.rank": ("verl", "LoRA trains adapters alone"),
+    f"{_REF}actor.fsdp_config.offload_policy": ("verl", "all states in host memory"),
+    f"{_REF}model.enable_activation_offload": ("verl", "activations in host memory"),
+}
+"""Options that take memory off a device in a way that is not planned: with one of them an excess is a warning."""
+
+_OFF = ("0", "false", "none", "null", "core_attn")
+
+
+def unplanned(options: Options, project: Project) -> tuple[str, ...]:
+    """The options of ``UNPLANNED`` that a command gives and that are on, with what they do."""
+    given: list[str] = []
+    for flag, (of, what) in UNPLANNED.items():
+        option = options.by_flag.get(flag)
+        values = {(value.known or "").strip().lower() for value in option.values} if option else set()
+        if option and (of == project or (of, project) == ("megatron", "miles")) and not values <= set(_OFF):
+            given.append(f"{flag} ({what})")
+    return tuple(given)
+
+
 def command_findings(program: Program, options: Options, settings: Mapping[str, Any], job: Job | None) -> list[Finding]:
     """Every inert or contradictory option of a command."""
     context = Context(options, settings, job)
     found = [finding for inert in INERT if program.project in inert.projects for finding in _inert(inert, context)]
-    if program.project == "verl":
+    if program.project == "verl" and "launch.foreign" not in settings:
         found += _other_strategy(context)
     if job is not None:
         found += _visible_devices(job)

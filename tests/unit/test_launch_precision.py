@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.driver.launch_commands import LaunchVerdict, plan_launch
-from lockstep.topology.launch_precision import precision_by_config, precision_by_name
+from lockstep.topology.launch_precision import precision_by_config, precision_by_name, published
 
 INT4_GROUP = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
 FP8_GROUP = {"weights": {"num_bits": 8, "type": "float"}}
@@ -123,3 +123,22 @@ def test_a_model_that_is_published_in_four_bits_is_counted_so(tmp_path: Path) ->
     assert base.engine.quantisation == "fp8"
     own = served(tmp_path, "/data/DeepSeek-V4-Flash-bf16 --tensor-parallel-size 2 --enable-expert-parallel")
     assert not own.legal
+
+
+@pytest.mark.parametrize(
+    ("path", "precision"),
+    [
+        ("deepseek-ai/DeepSeek-V3-0324", "fp8"),
+        ("deepseek-ai/DeepSeek-V3.1", "fp8_ue8m0"),
+        ("deepseek-ai/DeepSeek-R1", "fp8"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "none"),
+        ("moonshotai/Kimi-K2-Thinking/", "int4"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "fp8"),
+        ("openai/gpt-oss-120b", "mxfp4_experts"),
+        ("MiniMaxAI/MiniMax-M2", "fp8"),
+        ("Qwen/Qwen3-30B-A3B", "none"),
+    ],
+)
+def test_public_repositories_in_few_bits_without_a_word_in_their_names(path: str, precision: str) -> None:
+    assert precision_by_name(path) is None
+    assert published(path)[0] == precision

@@ -1,0 +1,179 @@
+"""What a launch script leaves open or nobody counts makes no refusal; what no value of it could mend still does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.driver.launch_commands import LaunchVerdict, plan_launch
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B trainer.n_gpus_per_node=8 "
+    "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.name=vllm "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4 "
+)
+SIZES = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336 --swiglu "
+    "--vocab-size 32000 --disable-bias-linear --bf16 --moe-router-topk 2 "
+)
+
+
+def judged(tmp_path: Path, text: str, hardware: str = "h200", nodes: int | None = None) -> LaunchVerdict:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    (verdict,) = plan_launch(script, hardware=hardware, nodes=nodes).verdicts
+    return verdict
+
+
+def severities(verdict: LaunchVerdict) -> dict[str, str]:
+    return {finding.rule: finding.severity for finding in verdict.findings}
+
+
+def message(verdict: LaunchVerdict, rule: str) -> str:
+    return next(finding.message for finding in verdict.findings if finding.rule == rule)
+
+
+# --- verl's choice of a trainer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "backend"),
+    [
+        ("model_engine=megatron", "megatron"),
+        ("--config-name=ppo_megatron_trainer", "megatron"),
+        ("model_engine=dp --config-name=ppo_megatron_trainer", "fsdp"),
+        ("model_engine=megatron actor_rollout_ref.actor.strategy=fsdp2", "fsdp"),
+        ("", "fsdp"),
+    ],
+)
+def test_verl_chooses_its_trainer_in_three_ways(chosen: str, backend: str, tmp_path: Path) -> None:
+    """Most of verl's examples say ``model_engine=megatron``; they were judged as FSDP and their layout as inert."""
+    verdict = judged(tmp_path, VERL + chosen + "\n")
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.train is not None
+    assert verdict.launch.job.train.backend == backend
+    assert verdict.launch.job.train.tp == (4 if backend == "megatron" else 1)
+    assert ("flag-inert" in severities(verdict)) == (backend == "fsdp")
+    assert "flag-unknown" not in severities(verdict)
+
+
+@pytest.mark.parametrize("chosen", ["model_engine=veomni", "actor_rollout_ref.actor.strategy=fsdp_turbo"])
+def test_of_a_trainer_that_is_not_known_the_engine_alone_is_judged(chosen: str, tmp_path: Path) -> None:
+    verdict = judged(tmp_path, f"{VERL}{chosen} actor_rollout_ref.rollout.expert_parallel_size=2\n")
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.train is None
+    assert severities(verdict)["trainer-unknown"] == "warning"
+    assert chosen.partition("=")[2] in message(verdict, "trainer-unknown")
+    assert severities(verdict)["vllm-expert-size"] == "error"
+    assert "flag-inert" not in severities(verdict)
+
+
+# --- a model that is not known ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve org/Unknown-235B-A22B -tp 6 --enable-expert-parallel\n",
+        "python -m sglang.launch_server --model-path org/Unknown-235B-A22B --tp 6 --ep-size 6\n",
+        VERL.replace("Qwen/Qwen3-30B-A3B", "org/Unknown").replace("rollout.tensor_model_parallel_size=4", "n=8")
+        + "actor_rollout_ref.rollout.expert_parallel_size=6 actor_rollout_ref.rollout.tensor_model_parallel_size=6\n",
+    ],
+)
+def test_experts_that_an_engine_spreads_are_there_and_their_number_is_not_made_up(text: str, tmp_path: Path) -> None:
+    verdict = judged(tmp_path, text)
+    assert not verdict.launch.model_known
+    assert not {"engine-no-experts", "sglang-experts", "experts-ep"} & severities(verdict).keys()
+
+
+# --- what a running shell alone knows ---------------------------------------------------------------------------------
+
+
+def test_a_grid_that_another_number_of_nodes_would_fit_is_not_refused_for_an_assumed_one(tmp_path: Path) -> None:
+    text = (
+        f"torchrun --nproc-per-node 8 --nnodes $NNODES pretrain_gpt.py {SIZES} --num-experts 8 "
+        "--expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+        "--use-distributed-optimizer --moe-token-dispatcher-type alltoall\n"
+    )
+    open_ended = judged(tmp_path, text)
+    assert severities(open_ended)["expert-grid"] == "warning"
+    assert message(open_ended, "expert-grid").endswith("; it rests on the number of nodes, which is not known")
+    assert open_ended.legal
+    assert severities(judged(tmp_path, text, nodes=1))["expert-grid"] == "error"
+    assert "expert-grid" not in severities(judged(tmp_path, text, nodes=4))
+
+
+def test_what_no_number_of_nodes_could_mend_is_refused_all_the_same(tmp_path: Path) -> None:
+    text = (
+        f"torchrun --nproc-per-node 8 --nnodes $NNODES pretrain_gpt.py {SIZES} --num-experts 8 "
+        "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall\n"
+    )
+    verdict = judged(tmp_path, text)
+    assert severities(verdict)["experts-ep"] == "error"
+    assert not verdict.legal
+
+
+def test_an_engine_of_unknown_size_is_not_refused_for_its_memory(tmp_path: Path) -> None:
+    text = "vllm serve /data/DeepSeek-V4-Flash-bf16 --enable-expert-parallel --tensor-parallel-size {}\n"
+    assert severities(judged(tmp_path, text.format(1)))["engine-memory"] == "error"
+    open_ended = judged(tmp_path, text.format("$(nvidia-smi -L | wc -l)"))
+    assert severities(open_ended)["engine-memory"] == "warning"
+    assert message(open_ended, "engine-memory").endswith("; it rests on tp, which is not known")
+
+
+@pytest.mark.parametrize(
+    ("environment", "severity"),
+    [('{"env_vars": {"NCCL_DEBUG": "INFO"}}', "error"), ("$(python3 - <<PY\nprint(1)\nPY\n)", "warning")],
+)
+def test_a_variable_is_not_missed_in_an_environment_that_a_program_prints(
+    environment: str, severity: str, tmp_path: Path
+) -> None:
+    text = (f"RUNTIME_ENV_JSON='{environment}'\n" if severity == "error" else f'RUNTIME_ENV_JSON="{environment}"\n') + (
+        'ray job submit --runtime-env-json="${RUNTIME_ENV_JSON}" -- python3 train.py --actor-num-nodes 1 '
+        "--actor-num-gpus-per-node 8 --colocate --hf-checkpoint Qwen/Qwen3-4B --tensor-model-parallel-size 2 "
+        "--rollout-num-gpus-per-engine 2 --rollout-batch-size 32 --n-samples-per-prompt 8\n"
+    )
+    verdict = judged(tmp_path, text)
+    assert severities(verdict)["device-connections"] == severity
+
+
+# --- what is not counted ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lora", "legal"), [("", False), ("--lora-rank 0", False), ("--lora-rank 32", True)])
+def test_memory_that_an_uncounted_option_saves_is_no_refusal(lora: str, legal: bool, tmp_path: Path) -> None:
+    text = (
+        "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate "
+        "--hf-checkpoint Qwen/Qwen3-30B-A3B "
+        f"--rollout-num-gpus-per-engine 1 --rollout-batch-size 8 --n-samples-per-prompt 8 --bf16 {lora}\n"
+    )
+    verdict = judged(tmp_path, text)
+    assert ("memory-fits" in severities(verdict)) is True
+    assert verdict.legal == legal, verdict.findings
+    assert list(verdict.launch.unplanned) == (["--lora-rank (LoRA trains adapters alone)"] if legal else [])
+
+
+def test_a_repair_of_pre_training_names_no_flag_of_rollouts(tmp_path: Path) -> None:
+    text = (
+        f"torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py {SIZES} --num-experts 8 --use-distributed-optimizer "
+        "--moe-token-dispatcher-type alltoall --micro-batch-size 4 --global-batch-size 48 --seq-length 1024\n"
+    )
+    verdict = judged(tmp_path, text)
+    (repair,) = [finding.repair for finding in verdict.findings if finding.rule == "batch-split"]
+    assert "--global-batch-size" in repair
+    assert "grpo" not in repair
+
+
+def test_dp_attention_divides_the_prefill_chunk(tmp_path: Path) -> None:
+    """SGLang gives each data-parallel rank its share of the chunk; the whole one was counted on each."""
+
+    def working(arguments: str) -> int:
+        text = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --chunked-prefill-size 65536 --tp 8 "
+        plan = judged(tmp_path, f"{text}{arguments} --max-running-requests 8\n").plan
+        assert plan is not None
+        return next(i.num_bytes for p in plan.phases for i in p.items if i.name == "prefill and logits")
+
+    assert working("--dp-size 8 --enable-dp-attention") == pytest.approx(working(""), rel=0.02)
+    assert working("--dp-size 4 --enable-dp-attention") == pytest.approx(working(""), rel=0.02)
