@@ -97,7 +97,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         engine = start(model, Path(temporary) / "empty")
         attempt("proved", lambda: proved(engine, model, {"other weights": other, "the model's": own}))
         refitted = attempt("greedy", lambda: greedy(engine, vocabulary))
-        attempt("local", lambda: local_phases(engine, [other, own], repeats))
+        attempt("local", lambda: local_phases(engine, own, repeats))
         engine.close()
         fresh = start(model, Path(temporary) / "full", weights=own)
         loaded = attempt("greedy_from_disk", lambda: greedy(fresh, vocabulary))

@@ -10,7 +10,7 @@ about 3.6 GB, both in bfloat16. For each, in a process of its own:
 2. greedy tokens of that engine against those of a fresh engine that loaded the same weights from disk;
 3. the public silent fault: the same weights pushed under transformers' names into vLLM's own reload, what it says, how
    far the engine then is from the trainer; and what the manifest's check answers to the same names;
-4. seconds of each phase over refits with alternating weights: the ``local`` transport, ``cuda_ipc`` into an engine in a
+4. seconds of each phase over refits with changed weights: the ``local`` transport, ``cuda_ipc`` into an engine in a
    process of its own, and the engine's own per-tensor ``load_weights``, against a plain copy of the same bytes.
 
 JSON on stdout. Rates count bytes read and bytes written, as the copy bandwidth does.
@@ -254,15 +254,20 @@ def silent_push(engine: Any, model: Any, weights: Any) -> dict[str, Any]:
     return {"vllm": "success", "abs_diff_mean": float(difference.mean()), "manifest": refusal}
 
 
-def phases(refit: Callable[[Any], Any], sets: list[Any], repeats: int) -> dict[str, Any]:
-    """Medians of each phase's seconds over refits with alternating weights, the first left out."""
+def phases(refit: Callable[[Any], Any], source: Any, repeats: int) -> dict[str, Any]:
+    """Medians of each phase's seconds over refits with changed weights, the first left out. They are changed in place
+    and before the clock, as an optimizer does it."""
     import torch
 
     found: dict[str, list[float]] = {"begin": [], "transfer": [], "commit": [], "pause_to_resume": []}
-    receipt = refit(sets[-1])
-    for index in range(repeats):
+    receipt = refit(source)
+    for index in range(repeats + repeats % 2):  # an even number, so that the weights end as they began
+        for _, _, _, tensor in source.shards():
+            if tensor.is_floating_point():
+                tensor.mul_(2.0 if index % 2 else 0.5)
+        torch.cuda.synchronize()
         begin = time.perf_counter()
-        receipt = refit(sets[index % len(sets)])
+        receipt = refit(source)
         torch.cuda.synchronize()
         found["begin"].append(receipt.begin_s)
         found["transfer"].append(receipt.transfer_s)
@@ -274,16 +279,16 @@ def phases(refit: Callable[[Any], Any], sets: list[Any], repeats: int) -> dict[s
     }  # fmt: skip
 
 
-def local_phases(engine: Any, sets: list[Any], repeats: int) -> dict[str, Any]:
+def local_phases(engine: Any, source: Any, repeats: int) -> dict[str, Any]:
     """The ``local`` transport into the engine of this process."""
     from lockstep.refit.transaction import run_refit
     from lockstep.refit.transports import make_transport
 
     transport = make_transport("local")
-    return phases(lambda source: run_refit(source, engine.receiver(), transport, verify=False), sets, repeats)
+    return phases(lambda weights: run_refit(weights, engine.receiver(), transport, verify=False), source, repeats)
 
 
-def ipc_phases(folder: Path, sets: list[Any], repeats: int) -> dict[str, Any]:
+def ipc_phases(folder: Path, source: Any, repeats: int) -> dict[str, Any]:
     """``cuda_ipc`` into a vLLM in a process of its own, without graphs: a transfer does not use them."""
     from lockstep.config.schema import RefitConfig
     from lockstep.refit.engine_child import start_engine as start_process
@@ -298,12 +303,12 @@ def ipc_phases(folder: Path, sets: list[Any], repeats: int) -> dict[str, Any]:
         for megabytes in (64, 512):
             transport = make_transport("cuda_ipc", RefitConfig(bucket_bytes=megabytes << 20, timeout_s=300.0))
             shown[f"{megabytes} MB buckets"] = phases(
-                lambda source, transport=transport: run_refit(source, engine.receiver(), transport, verify=False),
-                sets,
+                lambda weights, transport=transport: run_refit(weights, engine.receiver(), transport, verify=False),
+                source,
                 repeats,
             )
-        shown["profile"] = profile(engine, sets[0], transport)
-        receipt = run_refit(sets[0], engine.receiver(), transport, verify=True)
+        shown["profile"] = profile(engine, source, transport)
+        receipt = run_refit(source, engine.receiver(), transport, verify=True)
         shown["claims"] = {claim.name: f"{claim.status}: {claim.detail}" for claim in receipt.claims}
     finally:
         engine.close()
@@ -365,13 +370,13 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         attempt("proved", lambda: proved_refits(engine, model, {"other weights": other, "the model's": own}))
         refitted = attempt("greedy", lambda: greedy(engine, model.config.vocab_size))
         attempt("plain_copy", lambda: plain_copy(own, repeats))
-        attempt("local", lambda: local_phases(engine, [other, own], repeats))
+        attempt("local", lambda: local_phases(engine, own, repeats))
         attempt("profile", lambda: profile(engine, own, make_transport("local")))
         attempt("own_load_weights", lambda: own_loader(engine, own, repeats))
         attempt("silent_push", lambda: silent_push(engine, model, other))
         attempt("after_the_push", lambda: proved_refits(engine, model, {"the model's": own}))
         engine.close()
-        attempt("cuda_ipc", lambda: ipc_phases(empty, [other, own], repeats))
+        attempt("cuda_ipc", lambda: ipc_phases(empty, own, repeats))
         fresh = start_engine(full, load_format="safetensors")
         loaded = attempt("greedy_from_disk", lambda: greedy(fresh, model.config.vocab_size))
         attempt("greedy_equal", lambda: share_equal(refitted, loaded))

@@ -75,6 +75,7 @@ class _Plan:
     group_of: dict[str, str]  # by the translated name, as is ``order``
     inputs_of_group: dict[str, set[str]]
     order: dict[str, int]
+    renamed: dict[str, TensorSpec]  # by the source's name: tensors that only change their name, in a group of their own
 
 
 class _Translated:
@@ -105,6 +106,9 @@ class _Translated:
             if unit is None or name in arrived:
                 raise NameMapError(f"{name} comes from the source {'twice' if unit else 'but is not in its manifest'}")
             arrived.add(name)
+            if (alone := plan.renamed.get(name)) is not None:
+                yield alone.name, alone.shape, shard[2], shard[3]
+                continue
             gathered = pieces.setdefault(id(unit), [])
             gathered.append(shard)
             if len(gathered) == len(unit.inputs):
@@ -152,6 +156,11 @@ def _plan(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> _
         group_of={spec.name: spec.group for spec in specs},
         inputs_of_group=inputs_of_group,
         order={spec.name: index for index, spec in enumerate(specs)},
+        renamed={
+            unit.inputs[0].name: unit.outputs[0]
+            for unit in units
+            if unit.row.layout == "same" and len(inputs_of_group[unit.outputs[0].group]) == 1
+        },
     )
 
 

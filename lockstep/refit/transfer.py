@@ -54,7 +54,7 @@ class Transport(Protocol):
 def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
     """The source's tensors, for transports that need each whole. Raises ValueError on a shard of one."""
     for name, global_shape, offset, tensor in source.shards():
-        if tuple(tensor.shape) != global_shape or any(offset):
+        if tensor.shape != global_shape or any(offset):
             raise ValueError(
                 f"{name}: shard of shape {tuple(tensor.shape)} at offset {offset} of {global_shape}; "
                 "this transport needs whole tensors (one trainer rank)"

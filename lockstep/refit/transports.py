@@ -45,9 +45,12 @@ class LocalTransport:
     name = "local"
 
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
-        """Copy all tensors."""
+        """Copy all tensors. They have been copied when this returns, on a GPU too: a trainer may write to them again,
+        and the time of this phase is that of the copies."""
         counter = _ByteCounter()
         receiver.receive(counter.counted(whole_tensors(source)))
+        if counter.on_gpu:
+            torch.cuda.synchronize()
         return Transfer(counter.num_bytes, 0, _no_wire(self.name))
 
     def close(self) -> None:
@@ -90,8 +93,10 @@ def _no_wire(transport: str) -> Claim:
 class _ByteCounter:
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.on_gpu = False
 
     def counted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_bytes += tensor.nbytes
+            self.on_gpu |= tensor.is_cuda
             yield name, tensor

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -73,7 +74,12 @@ def live_weights(model: torch.nn.Module) -> list[LiveWeight]:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """A manifest's word for a dtype: ``bfloat16``, ``float32``, …"""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _word(tensor.dtype)
+
+
+@cache
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def plan_coverage(live: list[LiveWeight], manifest: Manifest) -> dict[str, list[LiveWeight]]:
@@ -130,7 +136,7 @@ def arriving(
         raise RefitRefused(f"{name} arrived but is not in the manifest of version {version}")
     if name in received:
         raise RefitRefused(f"{name} arrived twice")
-    if tuple(tensor.shape) != spec.shape or dtype_name(tensor) != spec.dtype:
+    if tensor.shape != spec.shape or _word(tensor.dtype) != spec.dtype:
         raise RefitRefused(
             f"{name} arrived as {dtype_name(tensor)} {tuple(tensor.shape)}, its manifest says {spec.dtype} {spec.shape}"
         )

@@ -53,7 +53,7 @@ class DirectCopy:
 def _source(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The part of a checkpoint's tensor: geometries are those of contiguous ones."""
     size, stride, offset = geometry
+    if offset == 0 and tensor.shape == size and tensor.stride() == stride:
+        return tensor
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-    if offset == 0 and whole.shape == size and whole.stride() == stride:
-        return whole
     return whole.as_strided(size, stride, whole.storage_offset() + offset)

@@ -304,7 +304,7 @@ def test_a_second_refit_is_refused_while_one_runs_and_the_first_goes_on(shared_e
 
 
 def test_no_shared_memory_is_left_at_either_end(shared_engine):
-    """After a refit that held, the engine's end keeps the last transfer's buffers; after one that broke off, nothing."""
+    """After a refit that held, the engine keeps the last transfer's buffers; after one that broke off, nothing."""
     child = shared_engine.process.process_id
     before = shared_memory()
     refit(make_trainer(), shared_engine)
