@@ -48,6 +48,7 @@ TOLD_ERRORS = {
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.rollout.vllm_start", "EngineUnavailable"): EXIT_USAGE,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
+    ("lockstep.driver.idle", "IdleError"): EXIT_FAILED,
     ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,
     ("lockstep.parity.factors", "FactorError"): EXIT_USAGE,
     ("lockstep.lanes.errors", "LanesError"): EXIT_USAGE,

@@ -30,6 +30,7 @@ from lockstep.driver.evidence import keep_evidence
 from lockstep.driver.export import export_checkpoint
 from lockstep.driver.folder import TRAINER, Opened, default_run_dir, environment, open_run, save_checkpoint
 from lockstep.driver.groups import SampledGroups
+from lockstep.driver.idle import idleness
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
 from lockstep.driver.needs import refuse_absent_hardware
 from lockstep.driver.progress import Progress
@@ -37,6 +38,7 @@ from lockstep.driver.rows import (
     Row,
     duplicate_share,
     now_iso,
+    optimizer_metrics,
     over_optimizer_steps,
     peak_rss_bytes,
     refit_metrics,
@@ -90,7 +92,9 @@ def run_sync(
                 folder.append_agreement({"step": step} | trained.places)
             if not trained.stopped:
                 row |= refit_metrics(refit(parts, folder, step))
-                progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state())
+                idle = idleness(row, parts.algorithm)
+                row |= {} if idle is None else {"idle/why": idle.why}
+                progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state(), idle)
                 if (config.eval.every and step % config.eval.every == 0) or step == config.steps:
                     row |= evaluate(parts, step)
         return_freed_memory()
@@ -106,6 +110,7 @@ def run_sync(
             save_checkpoint(folder, parts, progress)
             write_trace(recorder, folder)
         stop.release()
+        progress.idle.refuse(idle, step, config.steps, config.algorithm)
     return None
 
 
@@ -165,7 +170,7 @@ def train_on(parts: Parts, sampled: SampledGroups, step: int, stop: StopRequest)
         stop.hold()
         with span("optim"):
             updated = parts.trainer.optim_step()
-        by_step[-1] |= {"grad_norm": updated.grad_norm, "learning_rate": updated.learning_rate}
+        by_step[-1] |= optimizer_metrics(updated)
     trained.metrics.update(over_optimizer_steps(by_step))
     if trained.verdict is None:  # nothing to train on: every group was dropped
         trained.verdict = judge(parts, sampled, trained, step)
@@ -299,6 +304,8 @@ def train_launched(resolved: ResolvedConfig, run_dir: Path | None, console: Cons
         if progress.step < config.steps:
             console.say(f"stopped after step {progress.step}; {last_saved(folder)}; {how_to_resume(folder)}")
             return EXIT_INTERRUPTED
+        if closing := progress.idle.closing(progress.step):
+            console.say(closing)
         return finish(folder, console)
 
 
@@ -362,7 +369,7 @@ def how_to_resume(folder: RunFolder) -> str:
 def finish(folder: RunFolder, console: Console) -> int:
     """Write the report and print the result: held-out before and after, and where the report is."""
     report = write_report(folder.path)
-    evaluations = [row for row in folder.metrics() if "eval/accuracy" in row]
+    evaluations = [row for row in folder.metrics() if "eval/problems" in row]
     if len(evaluations) >= 2:
         sizes = {row.get("eval/problems") for row in (evaluations[0], evaluations[-1])}
         if len(sizes) > 1:

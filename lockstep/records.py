@@ -242,10 +242,13 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class OptimOutput:
-    """Result of an optimizer step: the new policy version, gradient norm before clipping, learning rate used."""
+    """Result of an optimizer step: the new policy version, gradient norm before clipping, learning rate used.
+
+    ``grad_norm`` None: nothing had a gradient, so that no weight moved.
+    """
 
     version: int
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
 
 

@@ -130,6 +130,7 @@ def distillation_ignores_rewards(config: RunConfig) -> Iterator[Violation]:
             "switch it off, or use another advantage",
             ("algorithm.advantage",),
         )
+    yield from inert(a, "algorithm", "abstain_patience", "with advantage distill", ("algorithm.advantage",))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

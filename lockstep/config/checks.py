@@ -214,9 +214,11 @@ def arithmetic_has_problems(config: RunConfig) -> Iterator[Violation]:
 
 @rule
 def stop_bonus_needs_its_reward(config: RunConfig) -> Iterator[Violation]:
-    """The stop bonus is part of the arithmetic reward."""
+    """The stop bonus is part of the arithmetic reward. One of 0 is off, whatever the rewards are."""
     task = config.task
-    if isinstance(task, ArithmeticTask) and all(reward.name != "arithmetic" for reward in task.rewards):
+    if not isinstance(task, ArithmeticTask) or task.stop_bonus == 0:
+        return
+    if all(reward.name != "arithmetic" for reward in task.rewards):
         yield from inert(task, "task", "stop_bonus", "without the arithmetic reward", ("task.rewards",))
 
 

@@ -229,6 +229,15 @@ class AlgorithmConfig(Section):
         le=1,
         description="Largest share of a batch whose grader or generation may fail; above it the run stops.",
     )
+    abstain_patience: int = Field(
+        default=3, ge=1, description="Steps in a row in which every reward of every sample abstained that stop the run."
+    )
+    idle_patience: int = Field(
+        default=20,
+        ge=1,
+        description="Steps in a row that changed no weight, as where the rewards of each group are equal, that stop "
+        "the run.",
+    )
     kl: KlConfig = KlConfig()
     corrections: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

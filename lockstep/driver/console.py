@@ -30,6 +30,8 @@ class Console:
         self._stderr.print(step_line(row, num_steps), markup=True)  # its styles are our own
         if row["verdict/status"] != "pass":
             self.say(f"  {row['verdict/sentence']}")
+        if "idle/why" in row:
+            self.say(f"  no weight moved: {row['idle/why']}")
         if row.get("rollout/failed"):
             self.say(f"  {row['rollout/failed']} samples have no score, first: {row['rollout/first_error']}")
         if "eval/problems" in row:
@@ -46,9 +48,11 @@ class Console:
 
 
 def heldout_text(row: Mapping[str, object]) -> str:
-    """An evaluation in words: correctness and form apart."""
+    """An evaluation in words: correctness and form apart, or the mean reward where nothing says what is correct."""
     words = {"eval/accuracy": "correct", "eval/format": "in the asked form", "eval/truncated": "cut off"}
     told = [f"{row[key]:.3f} {word}" for key, word in words.items() if key in row]
+    if "eval/accuracy" not in row and "eval/reward" in row:  # a reward without a notion of correct
+        told.insert(0, f"reward {row['eval/reward']:.3f}")
     if row.get("eval/unscored"):
         why = row.get("eval/first_error", "every reward abstained")
         told.append(f"{row['eval/unscored']} of {row['eval/problems']} without a score: {why}")

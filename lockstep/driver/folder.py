@@ -20,7 +20,10 @@ from lockstep.metrics.run_folder import CONFIG, RunFolder
 from lockstep.spans import span
 
 TRAINER = "trainer"
-CHANGEABLE = ("description", "threads", "checkpoint.", "eval.", "refit.verify_every")
+CHANGEABLE = (
+    *("description", "threads", "checkpoint.", "eval.", "refit.verify_every"),
+    *("algorithm.abstain_patience", "algorithm.idle_patience"),
+)
 """Keys (or sections) that a resumed run may change: they do not touch what is learned. With a constant learning rate
 ``steps`` may rise as well."""
 

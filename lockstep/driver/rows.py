@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
 
-from lockstep.records import Rollout
+from lockstep.records import OptimOutput, Rollout
 from lockstep.refit.transaction import Receipt
 
 Row = dict[str, int | float | str | bool]
@@ -79,6 +79,15 @@ def duplicate_share(rollouts: Seq[Rollout]) -> Row:
     return {"rollout/duplicate_share": num_repeated / len(rollouts)} if rollouts else {}
 
 
+def optimizer_metrics(output: OptimOutput) -> dict[str, float]:
+    """Rate and gradient norm of an optimizer step, and whether it moved the weights or was skipped for want of a
+    gradient: a norm is absent then."""
+    moved = output.grad_norm is not None
+    counts = {"optimizer_steps/moved": float(moved), "optimizer_steps/skipped": float(not moved)}
+    norm = {} if output.grad_norm is None else {"grad_norm": output.grad_norm}
+    return norm | {"learning_rate": output.learning_rate} | counts
+
+
 def over_optimizer_steps(metrics: Seq[Mapping[str, float]]) -> Row:
     """Metrics of the optimizer steps that shared a batch as one: counts add up, everything else is the mean over the
     steps that have it."""
@@ -88,7 +97,7 @@ def over_optimizer_steps(metrics: Seq[Mapping[str, float]]) -> Row:
             values.setdefault(name, []).append(value)
     return {
         name: sum(column)
-        if name.startswith("corrections/") and not name.endswith("_mean")
+        if name.startswith(("corrections/", "optimizer_steps/")) and not name.endswith("_mean")
         else sum(column) / len(column)
         for name, column in values.items()
     }
@@ -139,6 +148,7 @@ def step_line(row: Row, num_steps: int) -> str:
             *(agreement or ["agreement not measured"]),
             f"[{STYLES[status]}]{status}[/{STYLES[status]}] (bound {row['agreement/bound']:.2g})",
             *([f"[red]unscored {row['rollout/unscored']}[/red]"] if row.get("rollout/unscored") else []),
+            *(["[yellow]nothing learned[/yellow]"] if "idle/why" in row else []),
             *shown("throughput/generated_tokens_per_s", "sampled {:.0f} tok/s"),
             *shown("throughput/trained_tokens_per_s", "trained {:.0f} tok/s"),
             *shown("time/refit_s", "refit {:.2f} s"),

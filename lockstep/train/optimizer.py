@@ -42,9 +42,9 @@ def learning_rate(step: int, config: TrainerConfig, total_steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Gradient norm before clipping (0 if nothing had a gradient) and the learning rate used."""
+    """Gradient norm before clipping (None: nothing had a gradient) and the learning rate used."""
 
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
 
 
@@ -126,7 +126,7 @@ class MasterOptimizer:
         Raises FloatingPointError, and changes nothing, if the gradient norm isn't finite.
         """
         rate = learning_rate(self.num_steps, self.config, self.total_steps)
-        norm = 0.0
+        norm = None
         if self.gradients:
             norm = self._clip()
             self._report_untrained()

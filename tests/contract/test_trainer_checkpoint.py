@@ -22,7 +22,7 @@ def trainer(dtype: str = "bfloat16", model_type: str = "qwen3_moe", **overrides:
     return FsdpTrainer(model, config, total_optimizer_steps=8, temperature=1.0)
 
 
-def steps(subject: FsdpTrainer, seeds: range) -> list[tuple[float, float, float]]:
+def steps(subject: FsdpTrainer, seeds: range) -> list[tuple[float, float | None, float]]:
     found = []
     for seed in seeds:
         loss = subject.forward_backward(batch(seed), Reinforce()).loss

@@ -154,7 +154,7 @@ def test_a_run_that_fails_saves_its_last_finished_step(tmp_path: Path) -> None:
         "    return 1.0 if completion.strip() == problem.answer else 0.0\n"
     )
     run_dir = tmp_path / "fails"
-    settings = [*SMALL, "checkpoint.every=100", 'task.rewards=[{name="fragile:fragile"}]', "task.stop_bonus=0.2"]
+    settings = [*SMALL, "checkpoint.every=100", 'task.rewards=[{name="fragile:fragile"}]']
     code, _, err = run(run_dir, settings, cwd=tmp_path, python_path=tmp_path)
     assert code == 1
     assert "the grader lost its data" in err

@@ -102,6 +102,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("steps_divide_the_batch", {f"{A}.optimizer_steps_per_batch": 3}, f"{A}.optimizer_steps_per_batch"),
     ("distillation_has_one_teacher", {f"{A}.advantage": "distill"}, "teacher"),
     ("distillation_has_one_teacher", TEACHER, "teacher"),
+    ("distillation_ignores_rewards", {**DISTILL, f"{A}.abstain_patience": 9}, f"{A}.abstain_patience"),
     (
         "distillation_ignores_rewards",
         DISTILL | {f"{A}.dynamic_sampling.enabled": True},
@@ -321,6 +322,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"model.package": None, "model.path": "/m.gguf"},
     {"prompt.format": "raw", "prompt.suffix": " ", "prompt.add_bos": "never"},
     {"task.rewards": [{"name": "my.rewards:shout"}, {"name": "exact", "weight": 0.5}]},
+    {"task.rewards": [{"name": "exact"}], "task.stop_bonus": 0.0},
+    DISTILL | {f"{A}.idle_patience": 9},
     {"task.operations": ["+", "-", "*"], "task.num_heldout": 1199},
     {"task.template": "{a} plus {b}?"},
     FILE | {"task.heldout_path": "/h", "eval.num_problems": 1000},

@@ -44,7 +44,7 @@ def test_a_tiny_moe_learns_with_vllm_and_every_step_agrees(tmp_path: Path) -> No
     assert {row["verdict/status"] for row in steps} == {"pass"}
     assert all(0 < row["agreement/abs_diff/mean"] <= BOUND for row in steps)
     assert all(row["agreement/stale"] == 0 and row["agreement/tokens"] > 0 for row in steps)
-    assert any(row["grad_norm"] > 0 for row in steps), "a gradient must have moved the weights"
+    assert any(row.get("grad_norm", 0) > 0 for row in steps), "a gradient must have moved the weights"
     receipts = read_jsonl(tmp_path / "run" / "refits.jsonl")
     claims = [claim for receipt in receipts[:2] for claim in receipt["claims"]]  # pyright: ignore
     assert {claim["status"] for claim in claims if claim["name"] in ("covered", "loaded", "derived")} == {"held"}
