@@ -177,6 +177,45 @@ def test_every_tensor_of_other_weights_differs_everywhere() -> None:
                 assert not torch.equal(tensor, tensors[name]), name
 
 
+UNSEEN = {"glm_moe_dsa": {"model.layers.1.self_attn.indexer.k_norm.bias"}}
+"""Too small a part of an indexer's scores to tip the choice of its top-k on the probes."""
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa", "inkling_text", "deepseek_v4"])
+def test_any_tensor_left_at_other_weights_shows(architecture: str) -> None:
+    """One factor for all hides projections before a norm, indexers and router biases, which do not mind a multiple."""
+    trainer, _ = make_pair(architecture)
+    source, probes = trainer.weights(), probes_of(trainer)
+    other = {name: tensor for name, _, _, tensor in OtherWeights(source).shards()}
+    last = f".layers.{trainer.model.config.num_hidden_layers - 1}."
+    names = [name for name in other if architecture != "deepseek_v4" or last in name]  # V4's probe is long
+
+    class Mixture:
+        """The policy's weights, but one tensor of before."""
+
+        def __init__(self, stale: str) -> None:
+            self.stale = stale
+
+        def manifest(self) -> Manifest:
+            return source.manifest()
+
+        def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+            for name, shape, offset, tensor in source.shards():
+                yield name, shape, offset, other[name] if name == self.stale else tensor
+
+    def answers() -> np.ndarray:
+        scored = alone(trainer)(probes.sequences)
+        return np.concatenate([scored[s.sequence_id].logprobs[s.loss_mask] for s in probes.sequences])
+
+    expected, unseen = answers(), set()
+    for name in names:
+        with holding(trainer.model, Mixture(name)):
+            if np.abs(answers() - expected).mean() <= BOUND:
+                unseen.add(name)
+    assert len(names) > 20
+    assert unseen == UNSEEN.get(architecture, set())
+
+
 def test_a_stale_layer_fails_on_the_decode_path_alone() -> None:
     """What only decoding computes with (a packed copy, an absorbed projection) never shows in a prefill."""
     trainer, engine = make_pair("qwen3_moe")
