@@ -29,6 +29,8 @@ DONE, FAILED = 0, 1
 MAX_FILE_BYTES = 1 << 18
 _PLATFORMS: dict[str, Platform] = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 _INTERPRETER = ("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "MASTER_ADDR", "MASTER_PORT", "no_proxy")
+_PHASES = {"megatron": ("train", "save"), "vllm": ("generate",), "sglang": ("generate",)}
+"""Phases that a launch has; the others have all."""
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -130,10 +132,15 @@ def _beside_the_point(finding: Finding, launch: Launch) -> bool:
 
 
 def _judged(launch: Launch, plan: MemoryPlan) -> MemoryPlan:
-    """The plan without what a launch does not have: phases of a rollout in pre-training, a device nobody named."""
-    phases = tuple(p for p in plan.phases if launch.project != "megatron" or p.phase in ("train", "save"))
-    unstated = plan.capacity_bytes is None
-    findings = tuple(f for f in plan.findings if not (unstated and f.rule == "engine-memory"))
+    """The plan without what a launch has not: a rollout in pre-training, a refit of a server, a device nobody named."""
+    phases = tuple(p for p in plan.phases if p.phase in _PHASES.get(launch.project, (p.phase,)))
+    unstated, serves = plan.capacity_bytes is None, launch.project in ("vllm", "sglang")
+    findings = tuple(
+        finding
+        for finding in plan.findings
+        if not (unstated and finding.rule == "engine-memory")
+        and not (serves and finding.rule == "memory-fits" and finding.message.startswith("refit"))
+    )
     return replace(plan, phases=phases, findings=findings)
 
 

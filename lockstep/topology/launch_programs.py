@@ -23,6 +23,8 @@ _MILES_FLAGS = ("--actor-num-", "--rollout-", "--hf-checkpoint", "--prompt-data"
 _MEGATRON = re.compile(r"(pretrain|finetune)_\w+\.py$|train_rl\.py$")
 _VERL = re.compile(r"(verl|recipe)\.[\w.]*main_\w+$|main_(ppo|dapo)\w*\.py$")
 _VLLM_SERVER = re.compile(r"vllm\.entrypoints\.(openai\.)?api_server$")
+_VLLM_IMAGE = re.compile(r"(^|/)vllm/vllm-openai([:@-]|$)")
+"""Images whose entry point is ``vllm serve``'s server: what follows are its options."""
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-np": "nproc", "-G": "gpus"}
 
 
@@ -69,6 +71,8 @@ def _program_at(words: Sequence[Value], index: int, word: str) -> tuple[Project,
     module = index > 0 and words[index - 1].text in ("-m", "--module")
     if base in ("vllm", "sglang") and after == "serve" and not module:
         return ("vllm" if base == "vllm" else "sglang"), f"{base} serve", index + 2
+    if _VLLM_IMAGE.search(word) and any(value.text in ("run", "exec") for value in words[:index]):
+        return "vllm", word, index + 1
     if module and _VLLM_SERVER.match(word):
         return "vllm", word, index + 1
     if module and word == "sglang.launch_server":

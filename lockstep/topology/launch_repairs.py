@@ -18,8 +18,8 @@ _SPECIAL: dict[str, dict[str, str]] = {
 _DERIVED = {
     "miles": ("engine.tp",),
     "verl": ("engine.gpus_per_engine",),
-    "vllm": ("engine.gpus_per_engine", "engine.ep"),
-    "sglang": ("engine.gpus_per_engine",),
+    "vllm": ("engine.gpus_per_engine", "gpus_per_node"),
+    "sglang": ("engine.gpus_per_engine", "gpus_per_node"),
 }
 _OFFLOAD = "memory.optimizer_offload_fraction"
 
@@ -40,8 +40,9 @@ def in_flags(finding: Finding, project: str, rows: Mapping[str, Row], origins: M
 
 def _piece(path: str, value: Any, project: str, rows: Mapping[str, Row], origins: Mapping[str, Option]) -> str | None:
     if path in _DERIVED.get(project, ()):
-        drops = project == "vllm" and path == "engine.ep" and value == 1
-        return "drop --enable-expert-parallel" if drops else ""
+        return ""
+    if project == "vllm" and path == "engine.ep":
+        return _expert_switch(value, "launch.expert_parallel" in origins)
     target = _TARGETS.get(path, path if "." in path else f"job.{path}")
     if target == _OFFLOAD and project in ("megatron", "miles"):
         return f"add --optimizer-cpu-offload --optimizer-offload-fraction {value:g}" if value else None
@@ -68,6 +69,13 @@ def _piece(path: str, value: Any, project: str, rows: Mapping[str, Row], origins
         return None
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"{flag}{'=' if project == 'verl' else ' '}{shown}{where}"
+
+
+def _expert_switch(size: int, given: bool) -> str:
+    """vLLM's experts go over all ranks of an engine, or over none."""
+    if size == 1:
+        return "drop --enable-expert-parallel"
+    return "" if given else "add --enable-expert-parallel"
 
 
 def _fitting(flags: list[str], value: Any, rows: Mapping[str, Row]) -> str | None:

@@ -165,6 +165,29 @@ INERT: tuple[Inert, ...] = (
 )
 
 
+_FILES: dict[str, tuple[Project, ...]] = {
+    "--config": ("vllm", "sglang"),
+    "--yaml-cfg": ("megatron",),
+    "--sglang-config": ("miles",),
+    "--config-name": ("verl",),
+}
+"""Options that name a file of further settings."""
+_OWN_CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer")
+
+
+def _settings_files(program: Program, context: Context) -> Iterator[Finding]:
+    """Settings that lie in a file of the command's own: nothing is known of them."""
+    for flag, projects in _FILES.items():
+        option = context.options.by_flag.get(flag)
+        if option is None or program.project not in projects or not option.values:
+            continue
+        if (option.values[0].known or "").removesuffix(".yaml") in _OWN_CONFIGURATIONS:
+            continue
+        message = f"line {option.line}: {option.text[:120]}: settings of a file that is not read"
+        repair = "state those of layout and memory with --set-variable, as options of the command"
+        yield Finding("settings-file", "warning", message, repair)
+
+
 _REF = "actor_rollout_ref."
 UNPLANNED: dict[str, tuple[Project, str]] = {
     "--lora-rank": ("miles", "LoRA trains adapters alone"),
@@ -194,6 +217,7 @@ def command_findings(program: Program, options: Options, settings: Mapping[str, 
     """Every inert or contradictory option of a command."""
     context = Context(options, settings, job)
     found = [finding for inert in INERT if program.project in inert.projects for finding in _inert(inert, context)]
+    found += _settings_files(program, context)
     if program.project == "verl" and "launch.foreign" not in settings:
         found += _other_strategy(context)
     if job is not None:

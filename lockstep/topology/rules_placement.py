@@ -98,13 +98,13 @@ def engine_scale(job: Job) -> list[Changes]:
     """Engines of another size: tp, and the experts' size where it is the whole engine, go with the devices."""
     engine = engine_of(job)
     changes: list[Changes] = []
-    for size in divisors(max(1, job.engine_pool)):
+    for size, devices in _engine_sizes(job):
         for name in ("tp", "dp"):
             product, rest = engine.gpus_per_engine, getattr(engine, name)
             if rest * size % product:
                 continue
             scaled = rest * size // product
-            base = (("engine.gpus_per_engine", size), (f"engine.{name}", scaled))
+            base = (("engine.gpus_per_engine", size), (f"engine.{name}", scaled), *devices)
             changes.append(base)
             if engine.ep == rest and engine.ep > 1:
                 changes.append((*base, ("engine.ep", scaled)))
@@ -112,6 +112,17 @@ def engine_scale(job: Job) -> list[Changes]:
                 changes.append((*base, ("engine.ep", engine.ep * scaled // rest)))
     changes.sort(key=lambda entry: (abs(entry[0][1] - engine.gpus_per_engine), len(entry)))
     return changes + [_plain_engine(job, size) for size in reversed(divisors(max(1, job.engine_pool)))]
+
+
+def _engine_sizes(job: Job) -> list[tuple[int, Changes]]:
+    """Sizes that divide the engines' devices. A lone engine on one node has as many devices as it asks for, so there
+    those that divide a node too."""
+    pool = max(1, job.engine_pool)
+    sizes: list[tuple[int, Changes]] = [(size, ()) for size in divisors(pool)]
+    if job.train is None and job.nodes == 1 and job.engine_pool == engine_of(job).gpus_per_engine:
+        node = divisors(max(1, job.hardware.gpus_per_node))
+        sizes += [(size, (("gpus_per_node", size),)) for size in node if pool % size]
+    return sizes
 
 
 def _plain_engine(job: Job, size: int) -> Changes:
