@@ -197,7 +197,11 @@ class _Search:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def healthy(self, names: Names) -> bool:
+        """Within the bound; of changed factors, also by more than chance: a value that lies just above the bound would
+        be brought below it by anything."""
         trial = self.trial(names)
+        if names:
+            return trial.judgement == "restores"
         return trial.value is not None and trial.value <= self.bound and not trial.num_nonfinite
 
     def trial(self, names: Names) -> Trial:
@@ -237,13 +241,16 @@ class _Search:
         if not names or value is None:
             return "unknown"
         fewer = scores.num_nonfinite - self.scores[frozenset()].num_nonfinite
-        if value <= self.bound and not scores.num_nonfinite:
-            return "restores"
+        within = value <= self.bound and not scores.num_nonfinite
         if fewer:
-            return "improves" if fewer < 0 else "worsens"
+            return "restores" if within else "improves" if fewer < 0 else "worsens"
         if effect is None or base is None:
-            return "unknown"
-        if abs(effect) < MIN_SHARE * base or (noise is not None and noise.holds_zero):
+            return "restores" if within else "unknown"
+        least = MIN_SHARE * base
+        if within and effect >= least and (noise is None or noise.low > -least):
+            # Its interval may begin at 0: a fault in one rollout is absent from a third of the draws of eight.
+            return "restores"
+        if abs(effect) < least or (noise is not None and noise.holds_zero):
             return "noise"
         return "improves" if effect > 0 else "worsens"
 

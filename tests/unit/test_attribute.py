@@ -181,6 +181,33 @@ def test_a_tiny_effect_in_every_rollout_is_no_cause_however_sure_it_is() -> None
     assert result.trial("a").judgement == "noise"  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_a_value_just_above_the_bound_is_not_explained_by_what_moves_it_a_little() -> None:
+    """0.0505 fails a bound of 0.05, and anything that moves it by 1 % seems to restore it."""
+    result = attribute(Counted(lambda names: 0.0505 - 0.0007 * ("a" in names)), factors("a", "b"), BOUND)
+    assert result.trial("a").value < BOUND  # pyright: ignore
+    assert result.trial("a").judgement == "noise"  # pyright: ignore[reportOptionalMemberAccess]
+    assert result.status == "unexplained"
+    assert "none of them lowers it beyond noise" in sentence(result)
+    told = attribute(Counted(lambda names: 0.0505 - 0.02 * ("a" in names)), factors("a", "b"), BOUND)
+    assert minimal(told) == {frozenset("a")}
+
+
+def test_below_the_bound_by_chance_is_noise_and_by_a_fault_in_one_rollout_it_is_not() -> None:
+    rng = np.random.default_rng(2)
+    before = [np.full(10, 0.052) for _ in range(24)]
+    shifts = rng.uniform(-0.04, 0.04, size=24)
+    after = [np.full(10, 0.0495 + shift) for shift in shifts - shifts.mean()]
+    cases = {frozenset(): Scores(tuple(before)), frozenset("a"): Scores(tuple(after))}
+    by_chance = attribute(lambda names: cases[names], factors("a"), BOUND)
+    assert by_chance.trial("a").value < BOUND  # pyright: ignore
+    assert by_chance.status == "unexplained"
+    healthy = [np.full(10, 0.001) for _ in range(8)]
+    cases = {frozenset(): Scores((np.full(10, 1.0), *healthy[1:])), frozenset("a"): Scores(tuple(healthy))}
+    one = attribute(lambda names: cases[names], factors("a"), BOUND)
+    assert one.trial("a").noise.holds_zero  # pyright: ignore[reportOptionalMemberAccess]
+    assert one.status == "explained"
+
+
 def test_a_single_rollout_has_no_noise_estimate() -> None:
     result = attribute(lambda names: scores(0.01 if names else 0.3, num_rollouts=1), factors("a"), BOUND)
     assert result.trial("a").noise is None  # pyright: ignore[reportOptionalMemberAccess]

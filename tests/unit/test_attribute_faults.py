@@ -456,6 +456,21 @@ def test_a_planted_fault_is_named_or_called_unexplained(plant: Callable[[Patch],
         assert trial.judgement == "noise", text
 
 
+UNEXPLAINED = (logprobs_off_by_one, turns_retokenised_and_nobody_names_it, one_of_two_faults_is_not_named)
+
+
+@pytest.mark.parametrize("plant", [p for p in FAULTS if p not in UNEXPLAINED], ids=lambda plant: plant.__name__)
+def test_a_fault_whose_factor_is_not_named_is_unexplained(plant: Callable[[Patch], Case], monkeypatch: Patch) -> None:
+    """Nothing else restores it, alone or together: the decoys and the factors of other causes can't be blamed."""
+    case = plant(monkeypatch)
+    guilty = set().union(*case.expected)
+    assert guilty
+    factors = [f for f in [*builtin_factors(case.bench), *case.extra, *DECOYS] if f.name not in guilty]
+    result = attribute(case.bench.evaluator(factors), factors, case.bound, case.budget)
+    assert (result.status, result.minimal) == ("unexplained", ()), sentence(result)
+    assert "outside of them" in sentence(result)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "deepseek_v4"])
 def test_without_a_fault_there_is_nothing_to_explain(architecture: str) -> None:
     result = found(Case(make_bench(architecture), []))
