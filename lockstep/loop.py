@@ -197,17 +197,19 @@ def judge(parts: Parts, sampled: SampledGroups, trained: Trained, step: int) -> 
 
     Only rollouts that the trainer has seen at the version that sampled them can be measured: all of them, unless
     several optimizer steps share a batch whose anchor is the engine's own log-probs. What is not finite on the engine's
-    side counts all the same.
+    side counts all the same; how many tokens are left unseen is said.
     """
     with span("agreement"):
         seen, logprobs = judgeable(trained.logprobs, sampled.rollouts)
+        unseen = sum(r.num_sampled_tokens for r in sampled.rollouts) - sum(r.num_sampled_tokens for r in seen)
         agreement = measure_step(
             logprobs, seen, parts.trainer.version, items=trained.items, train_routes=trained.routes
         )
         describe = token_context(seen, parts.decode)
-        verdict = parts.gate.judge(agreement, step, describe, num_dropped_groups=sampled.num_dropped_groups)
+        dropped = sampled.num_dropped_groups
+        verdict = parts.gate.judge(agreement, step, describe, num_dropped_groups=dropped, num_unseen=unseen)
         trained.places = agreement_row(agreement, step, token_details(seen, parts.decode))
-    trained.metrics.update(agreement.flat() | verdict.flat())
+    trained.metrics.update(agreement.flat() | verdict.flat() | {"agreement/unseen": unseen})
     return verdict
 
 

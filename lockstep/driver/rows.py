@@ -147,6 +147,7 @@ def step_line(row: Row, num_steps: int) -> str:
             *shown("format/mean", "form {:.2f}"),
             *(agreement or ["agreement not measured"]),
             f"[{STYLES[status]}]{status}[/{STYLES[status]}] (bound {row['agreement/bound']:.2g})",
+            *([f"[yellow]{row['agreement/unseen']} tokens not judged[/yellow]"] if row.get("agreement/unseen") else []),
             *([f"[red]unscored {row['rollout/unscored']}[/red]"] if row.get("rollout/unscored") else []),
             *(["[yellow]nothing learned[/yellow]"] if "idle/why" in row else []),
             *shown("throughput/generated_tokens_per_s", "sampled {:.0f} tok/s"),

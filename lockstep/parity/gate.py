@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.agreement import Agreement, Bucket, TokenPair
@@ -75,13 +75,27 @@ class Gate:
         self._histories = {bound.metric: History() for bound in bounds}
 
     def judge(
-        self, agreement: Agreement, step: int, describe: Describe | None = None, *, num_dropped_groups: int = 0
+        self,
+        agreement: Agreement,
+        step: int,
+        describe: Describe | None = None,
+        *,
+        num_dropped_groups: int = 0,
+        num_unseen: int = 0,
     ) -> Verdict:
         """The verdict on ``agreement``. ``describe`` tells the worst token in words (``parity.measure.token_context``);
-        ``num_dropped_groups``: groups that were sampled for this step and left out of it by dynamic sampling.
+        ``num_dropped_groups``: groups that were sampled for this step and left out of it by dynamic sampling;
+        ``num_unseen``: sampled tokens that the trainer has not scored at their version, which the sentence admits.
 
         Raises ValueError if tokens were measured but a bounded metric is missing.
         """
+        verdict = self._judge(agreement, step, describe, num_dropped_groups)
+        if not num_unseen:
+            return verdict
+        admits = f"{num_unseen} sampled tokens more are not judged: later optimizer steps of this batch score them"
+        return replace(verdict, sentence=f"{verdict.sentence}; {admits}")
+
+    def _judge(self, agreement: Agreement, step: int, describe: Describe | None, num_dropped_groups: int) -> Verdict:
         if agreement.unjudged:
             return self._unjudged(agreement, step, num_dropped_groups)
         self.num_unjudged_in_row = 0

@@ -148,6 +148,20 @@ def test_one_nan_of_the_engine_in_rollouts_that_no_forward_has_seen_stops_the_ru
     assert "learning_rate" not in last, "the optimizer must not have moved"
 
 
+@pytest.mark.parametrize("bypass", [True, False])
+def test_tokens_that_only_later_optimizer_steps_see_are_counted(
+    bypass: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["steps=1", "algorithm.optimizer_steps_per_batch=2", f"algorithm.corrections.bypass={bypass}".lower()]
+    assert train(load_recipe("tiny-qwen3-moe", [*SMALL, *settings]), tmp_path / "run") == 0
+    out, row = capsys.readouterr().err, read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    rows = read_rollouts(tmp_path / "run", 1)
+    assert row["agreement/tokens"] + row["agreement/unseen"] == sum(int(r.sequence.loss_mask.sum()) for r in rows)  # pyright: ignore
+    assert (row["agreement/unseen"] > 0) == bypass  # pyright: ignore[reportOperatorIssue]
+    assert (f"{row['agreement/unseen']} tokens not judged" in out) == bypass
+    assert ("sampled tokens more are not judged" in str(row["verdict/sentence"])) == bypass
+
+
 def test_correct_switches_a_rejection_on_from_the_next_step_and_a_resume_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

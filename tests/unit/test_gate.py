@@ -136,6 +136,15 @@ def test_dropped_groups_change_nothing_where_tokens_were_judged():
     assert gate().judge(agreement, 1, num_dropped_groups=5) == gate().judge(agreement, 1)
 
 
+def test_tokens_that_were_not_seen_change_no_status_and_are_admitted():
+    rollouts = make_rollouts()
+    for offset in (0.0, 0.5):
+        agreement = measure_step(trained(rollouts, offset), rollouts, version=2)
+        whole, part = gate().judge(agreement, 1), gate().judge(agreement, 1, num_unseen=36)
+        assert part.status == whole.status
+        assert part.sentence.removeprefix(whole.sentence).startswith("; 36 sampled tokens more are not judged")
+
+
 def test_the_count_of_unjudged_steps_survives_a_resume():
     rollouts = make_rollouts(version=1)
     stale = measure_step(trained(rollouts), rollouts, version=2)
