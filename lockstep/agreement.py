@@ -116,7 +116,8 @@ def measure(
     known: −1, or the largest value of an unsigned type) of the forward that *produced* the token's log-prob, that is,
     of the position before it. ``rejected``: masked tokens that a correction dropped, only counted.
 
-    Raises ValueError for arguments of different layouts, versions without ``version``, or one half of a pair.
+    Raises ValueError for arguments of different layouts, versions without ``version``, one half of a pair, or a masked
+    token at a position below 0.
     """
     layout = Layout.of(train_logprobs)
     train = layout.flat("train_logprobs", train_logprobs).double()
@@ -134,7 +135,7 @@ def measure(
     route_hits, flipped = _route_hits(layout.pair("routes", train_routes, rollout_routes), used)
     sequence, group = layout.owners(sequence_ids, rollout_ids)
     in_order = ranks(masked, None if sequence is None else sequence.codes)
-    places = in_order if positions is None else layout.flat("positions", positions).long()
+    places = in_order if positions is None else _positions(layout.flat("positions", positions), masked)
     cells = _place_cells(absolute, None if places is None else places[used], flipped)
     if replicas is not None:
         codes, names = layout.codes("replicas", replicas)
@@ -195,6 +196,14 @@ def self_difference(first: PerToken, second: PerToken, mask: PerToken) -> dict[s
     if "abs_diff/max" in own.metrics:
         result["self/max"] = own.metrics["abs_diff/max"]
     return result
+
+
+def _positions(places: Tensor, masked: Tensor) -> Tensor:
+    """Places [N] in the response, none below 0 where ``masked``: such a token would be told as one of another place."""
+    lowest = int(places[masked].min()) if bool(masked.any()) else 0
+    if lowest < 0:
+        raise ValueError(f"positions holds {lowest} for a token whose mask is 1; places in the response begin at 0")
+    return places.long()
 
 
 def _fresh(sampled_at: Tensor | None, cached_at: Tensor | None, version: int | None) -> Tensor | bool:

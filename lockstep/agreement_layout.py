@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray]
+PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray] | Seq[float]
 """Per-token values: flat [N], padded [B, T], or a list of B arrays [T_i]. All arguments of a call share one layout."""
 
 Labels = Seq[Any] | Tensor | np.ndarray
@@ -39,9 +39,10 @@ class Layout:
     @classmethod
     def of(cls, values: PerToken) -> Layout:
         """The layout of ``values``. Raises ValueError for arrays of other ranks."""
-        first = _tensor(values[0] if isinstance(values, (list, tuple)) and values else values)
-        if isinstance(values, (list, tuple)):
-            lengths, has_rows = tuple(len(v) for v in values), True
+        given = _plain(values)
+        first = _tensor(given[0] if isinstance(given, (list, tuple)) and given else given)
+        if isinstance(given, (list, tuple)):
+            lengths, has_rows = tuple(len(v) for v in given), True
         elif first.dim() == 2:
             lengths, has_rows = (first.shape[1],) * first.shape[0], True
         elif first.dim() == 1:
@@ -54,11 +55,12 @@ class Layout:
 
     def flat(self, name: str, values: PerToken) -> Tensor:
         """[N, …]; trailing dimensions (routes) are kept. Raises ValueError, with ``name``, for another layout."""
-        if isinstance(values, (list, tuple)):
-            lengths = tuple(len(v) for v in values)
-            tensor = torch.cat([_tensor(v) for v in values]) if values else torch.zeros(0)
+        given = _plain(values)
+        if isinstance(given, (list, tuple)):
+            lengths = tuple(len(v) for v in given)
+            tensor = torch.cat([_tensor(v) for v in given]) if given else torch.zeros(0)
         else:
-            tensor = _tensor(values)
+            tensor = _tensor(given)
             if self.has_rows and tensor.dim() >= 2:
                 lengths, tensor = (tensor.shape[1],) * tensor.shape[0], tensor.flatten(0, 1)
             else:
@@ -89,12 +91,17 @@ class Layout:
         return sequence, sequence if rollout is None else rollout
 
     def pair(self, name: str, train: PerToken | None, rollout: PerToken | None) -> tuple[Tensor, Tensor] | None:
-        """Both sides flat, or None if neither is known. Raises ValueError if only one is."""
+        """Both sides flat, or None if neither is known. Raises ValueError if only one is, or if their trailing
+        dimensions (layers, experts per token) differ."""
         if (train is None) != (rollout is None):
             raise ValueError(f"train_{name} and rollout_{name} belong together; only one was given")
         if train is None or rollout is None:
             return None
-        return self.flat(f"train_{name}", train), self.flat(f"rollout_{name}", rollout)
+        ours, theirs = self.flat(f"train_{name}", train), self.flat(f"rollout_{name}", rollout)
+        if ours.shape != theirs.shape:
+            shapes = f"{list(ours.shape[1:])} and {list(theirs.shape[1:])}"
+            raise ValueError(f"train_{name} and rollout_{name} have {shapes} values per token; they must be alike")
+        return ours, theirs
 
     def place(self, index: int) -> tuple[int, int]:
         """(row, column) of flat token ``index`` in the caller's layout; row 0 when flat."""
@@ -114,6 +121,12 @@ def ranks(masked: Tensor, sequence: Tensor | None) -> Tensor | None:
     result = torch.empty_like(counted)
     result[order] = counted - counted[starts[sequence[order]]]
     return result
+
+
+def _plain(values: Any) -> Any:
+    """A list of numbers as the flat array that it stands for; anything else as it is."""
+    single = isinstance(values, (list, tuple)) and len(values) > 0 and np.ndim(values[0]) == 0
+    return np.asarray(values) if single else values
 
 
 def _tensor(values: Any) -> Tensor:

@@ -91,7 +91,8 @@ def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool
         title = ", ".join(f"{metric} bound {bound:g}" for metric, bound in bounds.items())
         print_table(title, ["pair", "isolates", *SHOWN, "tokens", "judgement"], rows)
         means = [one.agreement.metrics.get("abs_diff/mean") for one in results if one.pair.judged]
-        if all(mean is not None for mean in means):
+        finite = not any(one.agreement.num_nonfinite for one in results if one.pair.judged)
+        if finite and all(mean is not None for mean in means):  # else the pairs are not about the same tokens
             total = sum(mean or 0.0 for mean in means[:-1])
             print(f"the links add up to {total:.3g}; their ends differ by {means[-1]:.3g}, which can't be more")
     return DONE if all(one.holds for one in results if one.pair.judged) else FAILED

@@ -77,7 +77,7 @@ def measure_file(path: Path | str) -> RecordedRun:
         notes.append("There is no column trainer_version: stale tokens can't be told from numerical mismatch.")
     if not columns.has_rows and columns.of("sequence_id") is None and columns.of("rollout_id") is None:
         notes.append("There is no column sequence_id: metrics by sequence and buckets by position are absent.")
-    steps: tuple[RecordedStep, ...] = tuple(_measure_step(columns, step) for step in columns.steps())
+    steps: tuple[RecordedStep, ...] = tuple(_measured(columns, step) for step in columns.steps())
     if not steps:
         raise RecordedError(f"{path}: there is not a single token in it")
     if len(steps) == 1:
@@ -85,6 +85,15 @@ def measure_file(path: Path | str) -> RecordedRun:
     notes.append("Quantiles over all steps together are within 0.5 % of the exact ones; those of a step are exact.")
     whole = finish(merge(step.agreement.partial for step in steps))
     return RecordedRun(Path(path), steps, whole, tuple(notes))
+
+
+def _measured(columns: Columns, step: int) -> RecordedStep:
+    try:
+        return _measure_step(columns, step)
+    except RecordedError:
+        raise
+    except ValueError as error:  # what only the measure finds, as values that contradict each other
+        raise RecordedError(f"{columns.path}, step {step}: {error}") from error
 
 
 def _measure_step(columns: Columns, step: int) -> RecordedStep:

@@ -112,6 +112,14 @@ def test_list_padded_and_flat_layouts_agree_on_arrays_and_tensors():
     assert two_d.worst == expected.worst
 
 
+def test_lists_of_plain_numbers_are_flat_and_lists_of_lists_are_rows():
+    flat = measure([-1.0, -2.0], [-1.5, -2.0], [1, 1])
+    assert flat.metrics["abs_diff/mean"] == 0.25
+    assert "seq_sum/max" not in flat.metrics
+    rows = measure([[-1.0], [-2.0]], [[-1.5], [-2.0]], [[1], [1]])  # pyright: ignore[reportArgumentType]
+    assert rows.metrics["seq_sum/max"] == 0.5
+
+
 def test_flat_input_without_ids_has_no_metrics_by_sequence():
     got = measure(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -2.0]), torch.tensor([True, True]))
     assert "abs_diff/mean" in got.metrics
@@ -262,6 +270,9 @@ def test_given_positions_override_the_rank_in_the_row():
     mask = torch.ones(1, 3, dtype=torch.bool)
     got = measure(values, values, mask, positions=torch.tensor([[100, 5, 0]]))
     assert set(got.buckets["position"]) == {"0", "4-7", "64-127"}
+    measure(values, values, torch.tensor([[0, 1, 1]]), positions=torch.tensor([[-1, 0, 1]]))
+    with pytest.raises(ValueError, match="positions holds -1 for a token whose mask is 1"):
+        measure(values, values, mask, positions=torch.tensor([[-1, 0, 1]]))
 
 
 def test_temperature_on_one_side_only_is_visible_from_the_first_token():
@@ -323,6 +334,11 @@ def test_wrong_shapes_are_refused_by_name():
         measure(train, rollout, mask, rollout_ids=["a", "b", "c"])
     with pytest.raises(ValueError, match="not of shape"):
         measure(torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), torch.zeros(2, 2, 2))
+    one, two = torch.zeros(2, 1, 1, dtype=torch.long), torch.zeros(2, 1, 2, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match=r"train_routes and rollout_routes have \[1, 1\] and \[1, 2\] values per token"
+    ):
+        measure(torch.zeros(2), torch.zeros(2), torch.ones(2), train_routes=one, rollout_routes=two)
 
 
 def test_the_module_needs_nothing_but_torch_and_numpy():

@@ -145,6 +145,12 @@ VALUES = np.array([-1.0, -2.0])
         (
             {"train_logprobs": VALUES, "rollout_logprobs": VALUES, "versions": np.array([1, 1]),
              "trainer_version": np.array([1, 2])}, "trainer_version has the values"),
+        (
+            {"train_logprobs": VALUES, "rollout_logprobs": VALUES, "positions": np.array([-1, 0])},
+            "step 1: positions holds -1"),
+        (
+            {"train_logprobs": VALUES, "rollout_logprobs": VALUES, "train_routes": np.zeros((2, 1, 1), np.uint8),
+             "rollout_routes": np.zeros((2, 1, 2), np.uint8)}, "step 1: train_routes and rollout_routes have"),
     ],
 )  # fmt: skip
 def test_a_wrong_npz_is_refused_with_the_column(tmp_path: Path, arrays: dict, message: str) -> None:
