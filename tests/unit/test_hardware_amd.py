@@ -38,12 +38,12 @@ NODE = "sys/class/kfd/kfd/topology/nodes"
 MI355X = {
     f"{NODE}/0/properties": "cpu_cores_count 64\nsimd_count 0\ngfx_target_version 0\n",
     f"{NODE}/1/properties": "cpu_cores_count 0\nsimd_count 1024\ngfx_target_version 90500\n",
-    f"{NODE}/1/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {288 * 10**9}\n",
+    f"{NODE}/1/mem_banks/0/properties": f"heap_type 1\nsize_in_bytes {309_220_868_096}\n",
     f"{NODE}/10/properties": "simd_count 1024\ngfx_target_version 90500\n",
-    f"{NODE}/10/mem_banks/0/properties": f"size_in_bytes {288 * 10**9}\n",
+    f"{NODE}/10/mem_banks/0/properties": f"size_in_bytes {309_220_868_096}\n",
     "sys/module/amdgpu/version": "6.12.12\n",
 }
-AMD_GPU = Gpu(0, "AMD Instinct MI355X", (9, 5), 288 * 10**9, 280 * 10**9, bf16=True, arch="gfx950")
+AMD_GPU = Gpu(0, "AMD Instinct MI355X", (9, 5), 309_220_868_096, 280 * 10**9, bf16=True, arch="gfx950")
 AMD = Rocm((AMD_GPU,), (), "1 visible of 1", "6.12", "7.0")
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 143771 << 20, 140000 << 20, bf16=True)
 ON_AMD = replace(PROFILE, rocm=AMD)
@@ -69,8 +69,8 @@ def test_the_drivers_number_is_the_architectures_name(version: int, name: str) -
 def test_gpus_are_listed_in_the_drivers_order_without_cpus(tmp_path: Path) -> None:
     found = physical_gpus(machine(tmp_path, MI355X))
     assert [(gpu.node, gpu.arch, gpu.memory_bytes) for gpu in found] == [
-        (1, "gfx950", 288 * 10**9),
-        (10, "gfx950", 288 * 10**9),
+        (1, "gfx950", 309_220_868_096),
+        (10, "gfx950", 309_220_868_096),
     ]
 
 
@@ -381,7 +381,7 @@ def test_the_doctor_shows_amd_capabilities_and_what_a_recipe_lacks(monkeypatch: 
     text = render_all(result)
     assert "rocm       " in text
     assert "split mesh axes" in text
-    assert "missing  mi355x (amd gfx950, 288 GB): " in text
+    assert "missing  mi355x (amd gfx950, 309 GB): " in text
     assert "SGLANG_STRAY_SWITCH=1 comes from the shell" in text
     assert "hunter2" not in text + str(result)
     assert any(not need["here"] for need in result["needs"])
@@ -399,6 +399,6 @@ def test_an_amd_machine_is_rendered() -> None:
         "notes": [],
     }
     text = render(shown)
-    assert "gpu 0      AMD Instinct MI355X, gfx950, 280.0 GB of 288.0 GB free" in text
+    assert "gpu 0      AMD Instinct MI355X, gfx950, 280.0 GB of 309.2 GB free" in text
     assert "e4m3fnuz; checkpoints in e4m3fn are converted, with their scales doubled" in text
     assert CPU.name in text
