@@ -2,7 +2,6 @@
 
     python -m benchmarks.memory_gpu                           # every configuration on the GPU, JSON on stdout
     python -m benchmarks.memory_gpu --only qwen3-0_6b --save  # one, with the checkpoint that ``save`` writes
-    python -m benchmarks.memory_gpu --vllm                    # and starts of vLLM, where it is installed
     python -m benchmarks.memory_gpu --device cpu --only tiny  # the same code on a CPU, live tensors counted
 
 Models are random and of real shapes, so nothing is downloaded. Each configuration runs in a process of its own: a
@@ -27,9 +26,9 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -327,55 +326,6 @@ def _run(work: Configuration, device: str, meter: Meter, measured: dict[str, Any
             trainer.save(Path(folder) / "checkpoint")
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-
-def used_on_card() -> int:
-    """Bytes in use on the first card, by every process, as the driver counts them."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) << 20
-
-
-def measure_vllm(name: str) -> dict[str, Any]:
-    """A vLLM with a cache given in bytes: what it takes from the card from its start to the end of a generation."""
-    from lockstep.model.weights import ModelWeights
-    from lockstep.refit.check import _folder
-    from lockstep.refit.derived_vllm import registry
-    from lockstep.rollout.vllm_engine import VllmEngine
-    from lockstep.rollout.vllm_start import VllmSettings
-
-    work = ALL[name]
-    cache = 4 << 30
-    job = job_of(name, work, "cuda")
-    engine = replace(job.engine, engine="vllm", kv_cache_bytes=cache, cuda_graphs=False)
-    phases = planned_bytes(replace(job, train=None, engine=engine))
-    with tempfile.TemporaryDirectory() as temporary:
-        model = make_model(work, "cpu", 1)
-        folder = _folder(model, ModelWeights(model, version=1), Path(temporary) / "model")
-        sequences = sequences_of(work, model.config.vocab_size)
-        del model
-        settings = VllmSettings(
-            model_folder=str(folder),
-            load_format="safetensors",
-            max_model_len=2 * (work.prompt + work.response),
-            num_slots=work.num_prompts * work.group_size,
-            prefill_tokens=work.micro_batch,
-            kv_cache_bytes=cache,
-            enforce_eager=True,
-        )
-        before = used_on_card()
-        served = VllmEngine(settings, derived=registry(), device="cuda")
-        started = used_on_card() - before
-        generate(served, work, sequences)
-        peak = used_on_card() - before
-        served.close()
-    # Here the device's own count is compared, which has the context in it.
-    planned = sum(phases["generate"]["items"].values())
-    entry = {"measured": peak, "after_start": started, "planned": planned, "items": phases["generate"]["items"]}
-    entry |= {"ratio": round(planned / peak, 4), "within": abs(planned / peak - 1) <= GOAL}
-    return {"set": "held out" if name in HELD_OUT else "fitted", "phases": {"vllm generate": entry}}
-
-
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
@@ -406,27 +356,17 @@ def main() -> None:
     parser.add_argument(
         "--save", action="store_true", help="write a checkpoint too (up to 9 GB in the temporary folder)"
     )
-    parser.add_argument("--vllm", action="store_true", help="start vLLM for each model too")
     parser.add_argument("--out", type=Path, help="a file for the JSON as well")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--alone-vllm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        name: str = options.only[0]
-        act: Callable[[], dict[str, Any]] = (
-            (lambda: measure_vllm(name))
-            if options.alone_vllm
-            else (lambda: measure(name, options.device, options.save))
-        )
-        print(json.dumps(act()))
+        print(json.dumps(measure(options.only[0], options.device, options.save)))
         return
     report: dict[str, Any] = {"benchmark": "memory_gpu", "goal": GOAL, "configurations": {}}
     flags = ["--device", options.device, *(["--save"] if options.save else [])]
     for name in options.only:
         print(name, file=sys.stderr, flush=True)
         report["configurations"][name] = _in_own_process(["--only", name, *flags])
-        if options.vllm and options.device == "cuda":
-            report["configurations"][f"{name} vllm"] = _in_own_process(["--only", name, "--alone-vllm"])
     report["judged"] = _judged(report)
     text = json.dumps(report, indent=1)
     if options.out is not None:

@@ -2,7 +2,8 @@
 
     vLLM     budget = ⌈total · gpu_memory_utilization⌉ for the whole process, and a start is refused if less is free;
              cache = budget − weights − peak activation − what is not torch's − graphs; a size in bytes overrides it
-    SGLang   weights + cache = mem_fraction_static · (free before loading); activations and graphs have the rest
+    SGLang   weights + cache = mem_fraction_static · (free before loading); activations and graphs have the rest;
+             tokens by its own sums of the cache (sglang_pool.py)
     torch    (embedded) the caches of the sequences that run, and copies of them when one leaves its batch
 
 Source: vLLM v1/worker/utils.py: request_memory; SGLang model_executor/model_runner.py and server_args.py; Lockstep
@@ -15,10 +16,11 @@ import math
 from dataclasses import dataclass
 
 from lockstep.topology.cache import BYTES, CacheCost, attention_tp, cache_cost
-from lockstep.topology.memory_records import MemoryItem, gigabytes
+from lockstep.topology.memory_records import MARGIN, MemoryItem, gigabytes
 from lockstep.topology.module_activations import module_working_set
-from lockstep.topology.parameters import LayerParameters, Split, layer_parameters
+from lockstep.topology.parameters import LayerParameters, Split, has_counted_mtp, layer_parameters
 from lockstep.topology.records import EngineLayout, Finding, Job, ModelShape
+from lockstep.topology.sglang_pool import SglangPool, beyond_items, sglang_pool, states_outside
 from lockstep.topology.trainer_memory import CONTEXT_BYTES, sequence_tokens
 
 VLLM_UTILISATION = 0.92
@@ -30,7 +32,6 @@ GRAPH_BYTES = 1_000_000_000
 COMMUNICATOR_BYTES = 1 << 30
 """vLLM at tp 4: about 1 GiB (vllm issue 51485); RCCL: 1 GiB for the first communicator (LUMI guide issue 111)."""
 DEFAULT_SLOTS = 64
-SGLANG_MAX_REQUESTS = 2048
 _FP8 = 1 + 4 / (128 * 128)  # a float32 scale a block
 _MXFP4 = 0.5 + 1 / 32
 
@@ -38,13 +39,15 @@ _MXFP4 = 0.5 + 1 / 32
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """One engine rank: ``awake`` while it generates, ``loaded`` with weights and no cache, ``asleep``.
-    ``kv_tokens`` fit its cache, None: any number."""
+    ``kv_tokens`` fit its cache, None: any number; ``kv_tokens_least`` if a cache by fraction gets less by the margin of
+    all that the fraction covers."""
 
     awake: tuple[MemoryItem, ...]
     loaded: tuple[MemoryItem, ...]
     asleep: tuple[MemoryItem, ...]
     kv_tokens: int | None
     findings: tuple[Finding, ...]
+    kv_tokens_least: int | None = None
 
 
 def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
@@ -62,19 +65,36 @@ def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
     working, overhead = _working(job, engine), _overhead(job, engine)
     taken = working.num_bytes + sum(item.num_bytes for item in overhead)
     pool = _pool(job, engine, held_bytes, weights.num_bytes, taken, findings)
-    most = cost.bytes_of(1, engine.max_total_tokens) if engine.max_total_tokens else None
-    if most is not None and most < pool.num_bytes:
+    sums = sglang_pool(job) if engine.engine == "sglang" else cost
+    found = pool.num_bytes
+    most = _bytes_of(sums, engine.max_total_tokens) if engine.max_total_tokens else found
+    if most < found:
         pool = _item(
             "key/value cache", most, f"max_total_tokens {engine.max_total_tokens}; {pool.note} would hold more"
         )
-    # A pool holds at least one sequence; more is the engine's business.
-    tokens = cost.tokens_in(pool.num_bytes, 1)
-    length = sequence_tokens(job)
-    if length is not None and tokens is not None and tokens < length and not findings:
+    tokens = _tokens_in(sums, pool.num_bytes)
+    length = sequence_tokens(job) or 1
+    if tokens is not None and tokens < length and not findings:
         message = f"the cache of {gigabytes(pool.num_bytes)} holds {tokens} tokens, one sequence has {length}"
         findings.append(Finding("engine-cache", "error", message, _more_cache(engine), _source(engine)))
-    residue = (*overhead, *_states_outside(job, engine))
-    return EngineMemory((weights, pool, working, *overhead), (weights, *residue), residue, tokens, tuple(findings))
+    unsure = 0 if engine.kv_cache_bytes is not None else round(MARGIN * (weights.num_bytes + found))
+    least = _tokens_in(sums, max(0, min(pool.num_bytes, found - unsure)))
+    beyond: tuple[MemoryItem, ...] = ()
+    residue = overhead
+    if isinstance(sums, SglangPool):
+        beyond = beyond_items(sums, tokens or 0)
+        residue = (*overhead, *states_outside(job, sums, tokens or 0))
+    awake = (weights, pool, *beyond, working, *overhead)
+    return EngineMemory(awake, (weights, *residue), residue, tokens, tuple(findings), least)
+
+
+def _bytes_of(sums: SglangPool | CacheCost, tokens: int) -> int:
+    return sums.bytes_of(tokens) if isinstance(sums, SglangPool) else sums.bytes_of(1, tokens)
+
+
+def _tokens_in(sums: SglangPool | CacheCost, pool_bytes: int) -> int | None:
+    """A pool of vLLM holds at least one sequence; more is the engine's business."""
+    return sums.tokens_in(pool_bytes) if isinstance(sums, SglangPool) else sums.tokens_in(pool_bytes, 1)
 
 
 def engine_weights(shape: ModelShape, engine: EngineLayout) -> tuple[int, str]:
@@ -85,15 +105,35 @@ def engine_weights(shape: ModelShape, engine: EngineLayout) -> tuple[int, str]:
     # The last stage of a pipeline has the most experts: dense layers come first.
     first = shape.num_layers - len(layers)
     total = 0.0
-    for layer in layers:
+    drafts = engine.speculative and has_counted_mtp(shape)
+    # A draft is one layer more, after the last, and a product that merges its inputs; embedding and head are shared.
+    for layer in (*layers, *([len(layers)] if drafts else [])):
         attention = layer_parameters(shape, first + layer, heads)
         total += _layer_bytes(shape, engine, attention, layer_parameters(shape, first + layer, wide))
+    merge = 2 * shape.hidden**2 if drafts else 0
+    total += (len(layers) + drafts) * _latent_extras(shape, engine, heads.tp)
     rows = -(-shape.vocab // heads.tp)
-    outer = rows * shape.hidden * (1 if shape.tied_embeddings else 2) + shape.hidden
+    outer = rows * shape.hidden * (1 if shape.tied_embeddings else 2) + shape.hidden + merge
     dtype = BYTES[engine.weight_dtype]
     form = engine.quantisation if engine.engine != "torch" else "none (dequantised)"
     note = f"tp {heads.tp}, experts over ep {wide.ep} · tp {wide.etp}, pp {engine.pp}; quantisation {form}"
+    note += "; with the draft's layer" if drafts else ""
     return round(total) + dtype * outer, note
+
+
+def _latent_extras(shape: ModelShape, engine: EngineLayout, tp: int) -> int:
+    """Bytes of one MLA layer that no checkpoint has: its up-projection once more, in bf16, for absorbed attention
+    (vLLM mla_attention.py: W_UK_T, W_UV; SGLang deepseek_weight_loader.py: w_kc, w_vc), and SGLang's indexers in the
+    layers that share another's, averaged over all (SGLang deepseek_v2.py: Indexer)."""
+    if shape.attention not in ("mla", "mla_dsa") or engine.engine == "torch":
+        return 0
+    heads = -(-shape.num_heads // tp)
+    absorbed = BYTES["bf16"] * heads * shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
+    if engine.engine == "vllm" or not shape.index_layers:
+        return absorbed
+    indexer = layer_parameters(shape, shape.index_layers[0]).indexer
+    width = BYTES[engine.weight_dtype] if engine.quantisation == "none" else 1
+    return absorbed + indexer * width * (shape.num_layers - len(shape.index_layers)) // shape.num_layers
 
 
 def default_memory_fraction(job: Job, engine: EngineLayout) -> float:
@@ -222,18 +262,6 @@ def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
     if engine.cuda_graphs is not False:
         items.append(MemoryItem("graphs", GRAPH_BYTES, "assumed", "captured decode steps", owner="engine"))
     return tuple(items)
-
-
-def _states_outside(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
-    """SGLang's pool of DeepSeek-V4 compressor states, which on ROCm lies outside the memory saver: sleep keeps it."""
-    if engine.engine != "sglang" or job.model.attention != "deepseek_v4" or job.hardware.vendor != "amd":
-        return ()
-    heavy = sum(ratio for ratio in job.model.compress_ratios if ratio > 4) * 2 * job.model.head_dim * 4
-    requests = engine.max_running_requests or SGLANG_MAX_REQUESTS
-    basis = "counted" if engine.max_running_requests else "assumed"
-    note = f"{gigabytes(heavy)} for each of {requests} + 1 requests, outside the memory saver on ROCm"
-    source = "SGLang _alloc_kv_score_buffer"
-    return (MemoryItem("compressor states", heavy * (requests + 1), basis, note, source, "engine"),)
 
 
 def _running(job: Job, engine: EngineLayout) -> int:

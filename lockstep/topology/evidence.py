@@ -150,6 +150,7 @@ def _known(entry: Mapping[str, Any]) -> KnownLayout:
         memory=TrainMemory(**entry.get("memory", {})),
         engine=EngineLayout(**entry["engine"]) if "engine" in entry else None,
         batch=Batch(**entry["batch"]) if "batch" in entry else None,
+        environment=entry.get("environment", {}),
         **settings,
     )
     return KnownLayout(

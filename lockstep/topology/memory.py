@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from lockstep.topology.engine_memory import EngineMemory, engine_memory
 from lockstep.topology.memory_findings import compare_plans, fit_findings, plan_text
 from lockstep.topology.memory_records import (
+    MARGIN,
     PHASES,
     MemoryItem,
     MemoryPlan,
@@ -40,13 +41,12 @@ from lockstep.topology.trainer_memory import overhead_items, phase_items, stage_
 
 __all__ = ["MARGIN", "NOT_MODELLED", "compare_plans", "plan_memory", "plan_text"]
 
-MARGIN = 0.08
-"""Share of a plan by which a peak may exceed it: fragmentation, padding of buckets, uneven routing, graphs."""
-
 NOT_MODELLED = (
     "fragmentation of the allocator and padding of gradient buckets (within the margin)",
-    "towers of multimodal models, adapters, MTP layers, drafters, reference and teacher models",
+    "towers of multimodal models, adapters, MTP layers in training, other drafters, reference and teacher models",
     "temporaries of fused kernels, workspaces of attention and all-to-all back ends such as DeepEP's or MORI's buffers",
+    "what an engine takes between its start and its cache beside weights: the cache is what is left, so its tokens are "
+    "known less well than any sum",
     "host memory of data loading, checkpoint staging and of engine processes",
     "time: a layout that fits may still be slow",
 )
@@ -90,6 +90,7 @@ def plan_memory(job: Job) -> MemoryPlan:
         stages=trainer.stages if trainer else (),
         host=tuple(_host(job, trainer)) if trainer else (),
         kv_tokens=engine.kv_tokens if engine else None,
+        kv_tokens_least=engine.kv_tokens_least if engine else None,
         margin=MARGIN,
         not_modelled=NOT_MODELLED,
     )

@@ -37,11 +37,21 @@ def fit_findings(job: Job, plan: MemoryPlan) -> Iterator[Finding]:
         also = f"; {', '.join(over)} too" if over else ""
         message = f"{worst.phase}{stage} on {job.hardware.name}: {total} ({parts}){also}"
         if worst.total_bytes > capacity:
+            message += _states_alone(plan, worst, capacity)
             text, changes = _repair(job, plan, worst, worst.total_bytes - capacity)
             bounds = "" if any(phase.least_bytes > capacity for phase in phases) else _upper_bounds(worst)
             yield Finding("memory-fits", "warning" if bounds else "error", f"{message}{bounds}", text, _SOURCE, changes)
         elif worst.total_bytes * (1 + plan.margin) > capacity:
             yield Finding("memory-fits", "warning", f"{message}: within the margin of {plan.margin:.0%}", "", _SOURCE)
+
+
+def _states_alone(plan: MemoryPlan, phase: PhasePlan, capacity: int) -> str:
+    """That a stage exceeds the device before anything is computed, if its optimizer's states lie there and do that."""
+    held = plan.stages[phase.stage or 0] if plan.stages else None
+    if held is None or phase.item("optimizer states") is None or held.total <= capacity:
+        return ""
+    alone = gigabytes(held.total)
+    return f"; the device can't hold the optimizer states: with weights and gradients they alone are {alone}"
 
 
 def _upper_bounds(phase: PhasePlan) -> str:
@@ -156,9 +166,14 @@ def plan_text(plan: MemoryPlan) -> str:
         lines.append(f"  host, per node: {gigabytes(plan.host_bytes)}")
         lines += [_line(item) for item in plan.host]
     if plan.kv_tokens is not None:
-        lines.append(f"  the cache of one engine rank holds {plan.kv_tokens:,} tokens")
+        lines.append(f"  {_cache_line(plan.kv_tokens, plan.kv_tokens_least)}")
     lines.append(f"  margin {plan.margin:.0%}; not modelled: {'; '.join(plan.not_modelled)}")
     return "\n".join(lines)
+
+
+def _cache_line(tokens: int, least: int | None) -> str:
+    text = f"the cache of one engine rank holds {tokens:,} tokens"
+    return text if least in (None, tokens) else f"{text}, {least:,} if weights and cache are off by the margin"
 
 
 def _line(item: MemoryItem) -> str:

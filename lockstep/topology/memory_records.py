@@ -14,6 +14,10 @@ Owner = Literal["trainer", "engine"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train", "refit", "save")
 
 
+MARGIN = 0.08
+"""Share of a plan by which a peak may exceed it: fragmentation, padding of buckets, uneven routing, graphs."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
     """Bytes on one device (or of one host) with their reason. ``basis``: *counted* from sizes that the job states;
@@ -76,8 +80,9 @@ class StageMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory of a whole job. ``phases`` in the order of the loop, each the worst pipeline stage; ``host`` per node;
-    ``kv_tokens`` the tokens that one engine rank's cache holds (None: no engine, or no limit). ``margin`` is the share
-    of the plan by which a real peak may exceed it before the findings call the layout safe."""
+    ``kv_tokens`` the tokens that one engine rank's cache holds (None: no engine, or no limit), ``kv_tokens_least`` if
+    weights and cache together are off by the margin. ``margin`` is the share of the plan by which a real peak may
+    exceed it before the findings call the layout safe."""
 
     job: str
     capacity_bytes: int | None
@@ -88,6 +93,7 @@ class MemoryPlan:
     margin: float
     not_modelled: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    kv_tokens_least: int | None = None
 
     @property
     def peak(self) -> PhasePlan | None:

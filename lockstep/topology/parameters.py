@@ -171,6 +171,11 @@ def padded_vocab(vocab: int, layout: TrainLayout) -> int:
     return _parts(vocab, layout.vocab_divisor * layout.tp) * layout.vocab_divisor * layout.tp
 
 
+def has_counted_mtp(shape: ModelShape) -> bool:
+    """Whether the checkpoint has multi-token-prediction layers that are counted: all but Inkling's."""
+    return bool(shape.mtp_layers) and shape.attention in ("deepseek_v4", "mla_dsa", "mla")
+
+
 def mtp_parameters(shape: ModelShape) -> int:
     """Parameters of the multi-token-prediction layers of a checkpoint: one more decoder layer each, two products that
     merge hidden state and embedding, and their norms. 0 where none are known (Inkling's are not counted here).
@@ -178,7 +183,7 @@ def mtp_parameters(shape: ModelShape) -> int:
     Source: DeepSeek-V4 ``inference/model.py: MTPBlock`` (a layer without compression, a collapse head); GLM-5.2's
     checkpoint (a layer without an indexer).
     """
-    if not shape.mtp_layers or shape.attention not in ("deepseek_v4", "mla_dsa", "mla"):
+    if not has_counted_mtp(shape):
         return 0
     one = layer_parameters(shape, shape.num_layers, WHOLE)
     merge = 2 * shape.hidden**2 + 3 * shape.hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import end_to_end, quickstart_seeds
+from benchmarks import end_to_end, memory_vllm_gpu, quickstart_seeds
 from benchmarks.stepwise import BenchmarkError, Side
 from benchmarks.workload import Workload
 
@@ -138,3 +139,23 @@ def test_an_outcome_keeps_correct_and_form_apart_and_takes_the_largest_agreement
 def test_an_outcome_without_two_evaluations_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         quickstart_seeds.outcome([{"step": 0, "eval/accuracy": 0.5}])
+
+
+def test_figures_of_a_start_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    first = memory_vllm_gpu.Report(out)
+    first.put("a bytes", set="held out", weights=memory_vllm_gpu.judged(1000, 1099))
+    assert json.loads(out.read_text("utf-8"))["starts"]["a bytes"]["weights"]["within"]
+    # Another process goes on with the same file.
+    memory_vllm_gpu.Report(out).put("a bytes", start=memory_vllm_gpu.judged(1000, 1101))
+    memory_vllm_gpu.Report(out).put("b bytes", set="fitted", start=memory_vllm_gpu.judged(1000, 2000))
+    whole = memory_vllm_gpu.Report(out).read()
+    assert whole["starts"]["a bytes"]["weights"] == {"measured": 1000, "planned": 1099, "ratio": 1.099, "within": True}
+    assert memory_vllm_gpu.outside(whole) == {"a bytes: start": 1.101}, "fitted ones are not judged"
+
+
+def test_the_plan_of_a_start_is_a_cache_in_bytes_or_a_fraction_of_the_card() -> None:
+    given, left = (memory_vllm_gpu.planned_items("qwen3-0_6b", mode, "cuda") for mode in memory_vllm_gpu.MODES)
+    assert given["key/value cache"] == memory_vllm_gpu.CACHE_BYTES
+    assert given["weights"] == left["weights"] == 2 * 596_049_920
+    assert sum(left.values()) == math.ceil(143_771 * 2**20 * memory_vllm_gpu.FRACTION)
