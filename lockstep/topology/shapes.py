@@ -246,6 +246,7 @@ def _inkling(read: _Reader) -> dict[str, Any]:
     return {
         **common,
         "head_dim": head_dim,
+        "tied_embeddings": False,  # whatever is configured: the class has a head of its own
         "attention": "inkling",
         "ffn": read.number(24576, "dense_intermediate_size", "intermediate_size"),
         "dense_layers": _leading_dense(read, num_layers, dense),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.topology.catalogue import model_names, model_shape
+from lockstep.topology.evidence import KnownLayout, known_layouts
 from lockstep.topology.parameters import count_parameters, mtp_parameters, padded_vocab, rank_parameters
 from lockstep.topology.pipeline import SplitError, split_layers
 from lockstep.topology.records import ModelShape, TrainLayout
@@ -131,7 +132,10 @@ def sliced(name: str, shape: tuple[int, ...], tp: int, ep: int, etp: int) -> tup
         dims = {0: ep, 1: etp} if expert[1] == "gate_up_proj" else {0: ep, 2: etp}
         return "experts", elements(shape, dims)
     part = name.removesuffix(".weight").removesuffix(".conv1d")
-    last = part.rsplit(".", 1)[-1]
+    # A bias of what is divided by rows is divided with them.
+    last = part.removesuffix(".bias").rsplit(".", 1)[-1] if part.endswith("_proj.bias") else part.rsplit(".", 1)[-1]
+    if part.endswith(".bias") and last in COLUMNS:
+        return "replicated", elements(shape, {})
     if ".indexer." in name or "compressor" in name:
         return "replicated", elements(shape, {})
     if last in ("gate_proj", "up_proj"):
@@ -159,7 +163,7 @@ def enumerated(model: Any, layout: TrainLayout, stage: int, stages: tuple[tuple[
     """Elements by bucket that a rank of ``stage`` holds, tensor by tensor."""
     found = {"sharded": 0, "replicated": 0, "experts": 0}
     first, last = stage == 0, stage == len(stages) - 1
-    tied = getattr(model.config, "tie_word_embeddings", False)
+    tied = not any(name.endswith("lm_head.weight") for name, _ in model.named_parameters())
     etp = layout.etp if layout.etp is not None else layout.tp
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -178,16 +182,18 @@ def enumerated(model: Any, layout: TrainLayout, stage: int, stages: tuple[tuple[
 
 
 @functools.cache
-def tiny(model_type: str) -> tuple[Any, ModelShape]:
-    """A tiny model without storage, and its shape."""
-    fields = {"model_type": model_type, **CONFIGS[model_type], "num_hidden_layers": 4, "vocab_size": 1000}
+def tiny(model_type: str, tied: bool) -> tuple[Any, ModelShape]:
+    """A tiny model without storage, and its shape. ``tied``: its head is its embedding."""
+    sizes = CONFIGS["deepseek_v3" if model_type == "glm4_moe_lite" else model_type]
+    fields = {"model_type": model_type, **sizes, "num_hidden_layers": 4, "vocab_size": 1000}
+    fields |= {"tie_word_embeddings": tied}
     if model_type == "inkling_text":
         fields |= {"local_layer_ids": [0, 1, 3], "dense_mlp_idx": 1, "intermediate_size": 96}
     model = meta_model(fields)
     return model, shape_from_config(model.config.to_dict(), model_type)
 
 
-TYPES = ["llama", "qwen3", "qwen3_moe", "glm_moe_dsa", "deepseek_v4", "inkling_text"]
+TYPES = ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v4", "inkling_text"]
 
 
 @settings(max_examples=120, deadline=None)
@@ -198,11 +204,12 @@ TYPES = ["llama", "qwen3", "qwen3_moe", "glm_moe_dsa", "deepseek_v4", "inkling_t
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([None, 1, 2]),
     st.sampled_from([{}, {"first_stage_layers": 1}, {"last_stage_layers": 1}]),
+    st.booleans(),
 )
 def test_a_rank_holds_what_slicing_every_tensor_gives(
-    model_type: str, tp: int, pp: int, ep: int, etp: int | None, split: dict[str, int]
+    model_type: str, tp: int, pp: int, ep: int, etp: int | None, split: dict[str, int], tied: bool
 ) -> None:
-    model, shape = tiny(model_type)
+    model, shape = tiny(model_type, tied)
     layout = TrainLayout(backend="megatron", tp=tp, pp=pp, ep=ep if shape.is_moe else 1, etp=etp, **split)  # pyright: ignore[reportArgumentType]
     try:
         stages = split_layers(shape.num_layers, layout)
@@ -210,6 +217,30 @@ def test_a_rank_holds_what_slicing_every_tensor_gives(
         return
     for stage, layers in enumerate(stages):
         held = rank_parameters(shape, layout, layers, first_stage=stage == 0, last_stage=stage == pp - 1)
+        expected = enumerated(model, layout, stage, stages)
+        assert {name: getattr(held, name) for name in expected} == expected
+
+
+@functools.cache
+def catalogued(name: str) -> Any:
+    """A model of the catalogue without storage, pruned copies too."""
+    base, pruned = (name, None) if name in PUBLISHED else name.rsplit("-", 1)
+    fields = dict(PUBLISHED[base])
+    if pruned:
+        fields["num_hidden_layers"] = int(pruned.removesuffix("layer"))
+    return meta_model(fields)
+
+
+@pytest.mark.parametrize("known", [known for known in known_layouts() if known.job.train], ids=lambda known: known.name)
+def test_every_rank_of_a_known_layout_holds_what_slicing_the_real_model_gives(known: KnownLayout) -> None:
+    """Whole models of the catalogue in the layouts that somebody ran: hash layers, indexers and their shares, shared
+    experts, hyper-connections, convolutions."""
+    model, layout = catalogued(known.model), known.job.train
+    assert layout is not None
+    stages = split_layers(known.job.model.num_layers, layout)
+    for stage, layers in enumerate(stages):
+        ends = {"first_stage": stage == 0, "last_stage": stage == len(stages) - 1}
+        held = rank_parameters(known.job.model, layout, layers, **ends)
         expected = enumerated(model, layout, stage, stages)
         assert {name: getattr(held, name) for name in expected} == expected
 
