@@ -20,12 +20,19 @@ from lockstep.topology.memory_records import MARGIN, MemoryItem, gigabytes
 from lockstep.topology.module_activations import module_working_set
 from lockstep.topology.parameters import LayerParameters, Split, has_counted_mtp, layer_parameters
 from lockstep.topology.records import EngineLayout, Finding, Job, ModelShape
-from lockstep.topology.sglang_pool import SglangPool, beyond_items, sglang_pool, states_outside
+from lockstep.topology.sglang_pool import (
+    SglangPool,
+    beyond_items,
+    default_chunk,
+    default_fraction,
+    sglang_pool,
+    states_outside,
+)
 from lockstep.topology.trainer_memory import CONTEXT_BYTES, sequence_tokens
 
 VLLM_UTILISATION = 0.92
 PREFILL_TOKENS = 8192
-"""Tokens of one prefill where the job does not say (vLLM's and SGLang's default on a large card)."""
+"""Tokens of one prefill where the job does not say: vLLM's default on a large card."""
 EMBEDDED_PREFILL_TOKENS = 4096
 """rollout.prefill_tokens."""
 GRAPH_BYTES = 1_000_000_000
@@ -136,21 +143,6 @@ def _latent_extras(shape: ModelShape, engine: EngineLayout, tp: int) -> int:
     return absorbed + indexer * width * (shape.num_layers - len(shape.index_layers)) // shape.num_layers
 
 
-def default_memory_fraction(job: Job, engine: EngineLayout) -> float:
-    """The share that the engine takes when the job does not say. Source: SGLang server_args.py (reserved by chunk,
-    graphs and parallel sizes); vLLM config/cache.py."""
-    total = job.hardware.memory_bytes
-    if engine.engine != "sglang" or total is None:
-        return VLLM_UTILISATION
-    chunk, graphs = engine.chunked_prefill_tokens or PREFILL_TOKENS, 256
-    reserved = 512 + 1.5 * max(chunk, 2048) + 2 * graphs + 128 * engine.tp * engine.pp
-    reserved += 3 * graphs * engine.dp if engine.dp_attention else 0
-    if total > 60 << 30:
-        reserved = max(reserved, 10 << 10)
-    extra = 2 << 10 if engine.speculative or engine.moe_a2a == "deepep" else 0
-    return round(1 - (reserved + extra) * 2**20 / total, 3)
-
-
 def _layer_bytes(shape: ModelShape, engine: EngineLayout, attention: LayerParameters, wide: LayerParameters) -> float:
     """Bytes of one layer: attention as its own ranks divide it, MLP and experts as theirs do."""
     plain = BYTES[engine.weight_dtype]
@@ -196,12 +188,13 @@ def _pool(
         findings.append(Finding("engine-memory", "warning", message, "give the cache in bytes", _source(engine)))
         return _item("key/value cache", 0, message)
     stated = engine.memory_fraction is not None
-    share = engine.memory_fraction if engine.memory_fraction is not None else default_memory_fraction(job, engine)
-    basis = "" if stated else " (the engine's default)"
+    default = default_fraction(job, total) if engine.engine == "sglang" else VLLM_UTILISATION
+    share = engine.memory_fraction if engine.memory_fraction is not None else default
+    whose = "" if stated else " (the engine's default)"
     if engine.engine == "vllm":
         budget = math.ceil(total * share)
         pool = budget - weights - overhead
-        note = f"⌈{gigabytes(total)} · {share:g}⌉{basis} − weights − {gigabytes(overhead)} of activations and overhead"
+        note = f"⌈{gigabytes(total)} · {share:g}⌉{whose} − weights − {gigabytes(overhead)} of activations and overhead"
         if total - held < budget:
             fitting = math.floor((1 - held / total) * 100) / 100
             message = f"vLLM asks for {gigabytes(budget)} of {gigabytes(total)}, of which {gigabytes(held)} are held"
@@ -210,7 +203,7 @@ def _pool(
     else:
         free = total - held - CONTEXT_BYTES
         pool = round(free * share) - weights
-        note = f"{share:g}{basis} of the {gigabytes(free)} free before loading, − weights"
+        note = f"{share:g}{whose} of the {gigabytes(free)} free before loading, − weights"
         rest = overhead - CONTEXT_BYTES
         if 0 < round(free * (1 - share)) < rest < free - weights:
             message = f"{1 - share:.2f} of {gigabytes(free)} is left for {gigabytes(rest)} of activations and graphs"
@@ -220,7 +213,9 @@ def _pool(
         message = f"nothing is left for the cache: {note}; weights have {gigabytes(weights)}"
         repair, changes = _room(job, engine)
         findings.append(Finding("engine-memory", "error", message, repair, _source(engine), changes))
-    return _item("key/value cache", max(pool, 0), note)
+    # What vLLM leaves is less sure than what it is given: the activations that it takes off are assumed.
+    basis = "counted" if stated and engine.engine == "sglang" else "assumed"
+    return MemoryItem("key/value cache", max(pool, 0), basis, note, owner="engine")
 
 
 def _embedded_moments(job: Job, engine: EngineLayout, cost: CacheCost) -> list[list[MemoryItem]]:
@@ -244,7 +239,8 @@ def _embedded_moments(job: Job, engine: EngineLayout, cost: CacheCost) -> list[l
 
 def _working(job: Job, engine: EngineLayout) -> MemoryItem:
     """What a prefill of a full chunk or the sampling of every request takes for a moment."""
-    prefill = (engine.chunked_prefill_tokens or PREFILL_TOKENS) // (engine.dp if engine.dp_attention else 1)
+    usual = default_chunk(job.hardware.memory_bytes) if engine.engine == "sglang" else PREFILL_TOKENS
+    prefill = (engine.chunked_prefill_tokens or usual) // (engine.dp if engine.dp_attention else 1)
     forward = module_working_set(job.model, prefill, gradient=False) // attention_tp(engine)
     logits = _running(job, engine) * job.model.vocab * (BYTES[engine.weight_dtype] + BYTES["fp32"])
     return MemoryItem(

@@ -104,6 +104,44 @@ def states_outside(job: Job, pool: SglangPool, tokens: int) -> tuple[MemoryItem,
     return (MemoryItem("compressor states", size, basis, note, source, "engine"),)
 
 
+def default_chunk(memory_bytes: int | None) -> int:
+    """chunked_prefill_size where nothing is said, by the device's memory."""
+    return _by_memory(memory_bytes, 1)[0]
+
+
+def default_fraction(job: Job, memory_bytes: int) -> float:
+    """mem_fraction_static where nothing is said: all but a reserve for activations, graphs and parallel ranks.
+
+    Source: SGLang 0.5.16 server_args.py: _handle_gpu_memory_settings, reserve_for_graph_mb. Graphs of prefills, which
+    most models don't have by default, are left out.
+    """
+    engine = job.engine or EngineLayout()
+    chunk, graphs = _by_memory(memory_bytes, engine.tp)
+    reserved = 512 + 1.5 * max(engine.chunked_prefill_tokens or chunk, 2048) + 128 * engine.tp * engine.pp
+    reserved += 2 * graphs if engine.cuda_graphs is not False else 0
+    reserved += (4.5 if graphs > 300 else 3) * graphs * engine.dp if engine.dp_attention else 0
+    if memory_bytes > 60 << 30:
+        reserved = max(reserved, 10 << 10)
+    reserved += 2 << 10 if engine.moe_a2a == "deepep" and engine.cuda_graphs is not False else 0
+    return round(1 - reserved * 2**20 / memory_bytes, 3)
+
+
+def _by_memory(memory_bytes: int | None, tp: int) -> tuple[int, int]:
+    """(tokens of a prefill, largest batch of a captured decode step) of a device."""
+    if memory_bytes is None:
+        return 4096, 160
+    gib = memory_bytes / 2**30
+    for below, chunk, narrow, wide in (
+        (20, 2048, 8, 8),
+        (35, 2048, 24, 80),
+        (60, 4096, 32, 160),
+        (160, 8192, 256, 512),
+    ):
+        if gib < below:
+            return chunk, narrow if tp < 4 else wide
+    return 16_384, 512
+
+
 def _requests(engine: EngineLayout) -> int:
     """Requests at once on one rank of data-parallel attention."""
     asked = engine.max_running_requests or V4_REQUESTS

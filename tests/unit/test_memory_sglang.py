@@ -13,7 +13,7 @@ from lockstep.topology.catalogue import hardware, model_shape
 from lockstep.topology.evidence import known_layouts
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.records import EngineLayout, Job
-from lockstep.topology.sglang_pool import sglang_pool
+from lockstep.topology.sglang_pool import default_fraction, sglang_pool
 
 KNOWN = {known.name: known for known in known_layouts()}
 UNIFIED = {"engine": {"SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton"}}
@@ -120,3 +120,48 @@ def test_a_cache_by_fraction_is_known_less_well_than_the_sum_it_is_left_from() -
     assert plan.kv_tokens_least == pytest.approx(plan.kv_tokens - fewer, abs=1)
     given_bytes = plan_memory(served("qwen3-30b-a3b", kv_cache_bytes=10 << 30))
     assert given_bytes.kv_tokens_least == given_bytes.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "reserved"),
+    [
+        ("h100", {}, 512 + 1.5 * 8192 + 2 * 256 + 128),
+        ("h200", {"tp": 8}, 512 + 1.5 * 8192 + 2 * 512 + 128 * 8),
+        ("mi355x", {"tp": 8}, 512 + 1.5 * 16_384 + 2 * 512 + 128 * 8),
+        ("mi355x", {"tp": 8, "chunked_prefill_tokens": 2048, "cuda_graphs": False}, 10_240),
+        (
+            "h200",
+            {"tp": 8, "dp": 8, "dp_attention": True, "moe_a2a": "deepep"},
+            512 + 12_288 + 18_432 + 1024 * 2 + 2048,
+        ),
+    ],
+)
+def test_the_default_fraction_leaves_what_sglang_reserves(
+    device: str, settings: dict[str, Any], reserved: float
+) -> None:
+    """MiB, by _handle_gpu_memory_settings: 512, 1.5 a token of a prefill, 2 a sequence of the largest graph, 128 a
+    rank; under data-parallel attention 4.5 a sequence and rank, 2 GiB for DeepEP; 10 GiB at least."""
+    job = served("qwen3-30b-a3b", device, **settings)
+    memory = job.hardware.memory_bytes
+    assert memory is not None
+    assert default_fraction(job, memory) == round(1 - reserved * 2**20 / memory, 3)
+    pool = plan_memory(job).phase("generate").item("key/value cache", "engine")
+    assert pool is not None
+    assert pool.basis == "assumed"
+
+
+def test_a_cache_is_as_sure_as_what_it_is_counted_from() -> None:
+    """A size in bytes and SGLang's stated fraction are counted; vLLM's leaves what assumed activations leave."""
+
+    def basis(**engine: Any) -> str:
+        job = served("qwen3-30b-a3b", gpus_per_engine=1)
+        item = (
+            plan_memory(replace(job, engine=EngineLayout(**engine))).phase("generate").item("key/value cache", "engine")
+        )
+        assert item is not None
+        return item.basis
+
+    assert basis(engine="vllm", kv_cache_bytes=10 << 30) == "counted"
+    assert basis(engine="sglang", memory_fraction=0.7) == "counted"
+    assert basis(engine="vllm", memory_fraction=0.7) == "assumed"
+    assert basis(engine="sglang") == "assumed"
