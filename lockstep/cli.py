@@ -44,6 +44,7 @@ TOLD_ERRORS = {
     ("lockstep.metrics.checkpoints", "CheckpointError"): EXIT_FAILED,
     ("lockstep.checkpoint.errors", "CheckpointError"): EXIT_FAILED,
     ("lockstep.train.checkpoint", "TrainerStateError"): EXIT_FAILED,
+    ("lockstep.train.optimizer", "GradientError"): EXIT_FAILED,
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.rollout.vllm_start", "EngineUnavailable"): EXIT_USAGE,

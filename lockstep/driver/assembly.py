@@ -35,6 +35,7 @@ from lockstep.refit.transports import Transport, make_transport
 from lockstep.spans import span
 from lockstep.tasks.build import build_task, prove_gold
 from lockstep.tasks.prompt import PromptRenderer
+from lockstep.tasks.prompt_check import check_prompts
 from lockstep.train.fsdp import FsdpTrainer
 from lockstep.train.objective import PolicyObjective
 from lockstep.train.reference import ReferenceScorer
@@ -123,6 +124,9 @@ def _connect(
     stop_ids = stop_token_ids(tokenizer, model)
     vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
     renderer = PromptRenderer(tokenizer, within_context(config.prompt, model, say))
+    with span("start/prompts"):
+        if told := check_prompts(task, renderer, num_train=num_asked(config), num_heldout=config.eval.num_problems):
+            say(told)
     # The reference is the policy that reinforcement learning starts from: a resumed run makes it again.
     starts_from_here = config.algorithm.kl.place != "off" and config.reference is None
     if (warm_up or starts_from_here) and config.supervised.steps:
@@ -227,6 +231,14 @@ def within_context(prompt: PromptConfig, model: Any, say: Callable[[str], None])
         return prompt
     say(f"prompt.max_tokens: {context - 1} instead of {prompt.max_tokens} (the model's context is {context} tokens)")
     return prompt.model_copy(update={"max_tokens": context - 1})
+
+
+def num_asked(config: RunConfig) -> int:
+    """Training prompts that the run asks at most, over-long ones that are skipped left out of account."""
+    algorithm = config.algorithm
+    rounds = 1 + (algorithm.dynamic_sampling.max_refill_rounds if algorithm.dynamic_sampling.enabled else 0)
+    supervised = config.supervised.steps * config.supervised.batch_size
+    return max(config.steps * algorithm.num_prompts * rounds, supervised)
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:

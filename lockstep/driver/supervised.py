@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.config.schema import RunConfig
 from lockstep.interfaces import Task
 from lockstep.records import NOT_SAMPLED, Batch, IntArray, Sequence, TrainSequence
+from lockstep.tasks.errors import TaskError
 from lockstep.tasks.prompt import PromptRenderer
 from lockstep.train.fsdp import FsdpTrainer
 from lockstep.train.objective import SupervisedObjective
@@ -22,8 +23,8 @@ def run_supervised(
 ) -> str:
     """Train ``model`` in place for ``supervised.steps`` steps; returns a sentence with first and last loss.
 
-    Problems are the training ones in the task's order. Raises ValueError if a prompt is skipped as overlong, because
-    supervised data must not vanish silently.
+    Problems are the training ones in the task's order. Raises TaskError if a prompt is skipped as overlong, because
+    supervised data must not vanish silently, or if the tokenizer refuses a reference answer.
     """
     settings = config.supervised
     trainer = FsdpTrainer(
@@ -56,8 +57,18 @@ def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int)
     problem = task.problem("train", index)
     rendered = renderer.render(problem)
     if rendered is None:
-        raise ValueError(f"problem {problem.problem_id}: prompt longer than prompt.max_tokens in a supervised batch")
-    answer = [*tokenizer.encode(task.gold(problem), add_special_tokens=False), tokenizer.eos_token_id]
+        raise TaskError(
+            f"problem {problem.problem_id}: its prompt is longer than prompt.max_tokens and would be skipped, which "
+            "supervised steps don't do; remove it, raise prompt.max_tokens, or set prompt.overlong = 'truncate_left'"
+        )
+    try:
+        gold = tokenizer.encode(task.gold(problem), add_special_tokens=False)
+    except ValueError as error:
+        raise TaskError(
+            f"problem {problem.problem_id}: the tokenizer refuses its reference answer, which supervised steps train "
+            f"on: {error}"
+        ) from error
+    answer = [*gold, tokenizer.eos_token_id]
     tokens: IntArray = np.concatenate([rendered.tokens, np.asarray(answer)]).astype(np.int32)
     mask = np.arange(len(tokens)) >= len(rendered.tokens)
     absent = np.full(len(tokens), NOT_SAMPLED, dtype=np.int32)

@@ -187,7 +187,7 @@ class FsdpTrainer:
         """Move the weights by the gradients of the last ``forward_backward``; the version rises by one.
 
         If no item had a gradient the weights and Adam's state stay, and only version and schedule go on. Raises
-        FloatingPointError if the gradient norm isn't finite: the weights are as before and the gradients dropped.
+        GradientError if the gradient norm isn't finite: the weights are as before and the gradients dropped.
         """
         if not self._batch_pending:
             raise RuntimeError("optim_step without a forward_backward before it")

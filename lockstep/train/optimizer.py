@@ -40,6 +40,10 @@ def learning_rate(step: int, config: TrainerConfig, total_steps: int) -> float:
     return peak * (config.final_ratio + (1.0 - config.final_ratio) * 0.5 * (1.0 + math.cos(math.pi * fraction)))
 
 
+class GradientError(FloatingPointError):
+    """The gradient norm is not finite: the step is refused and no weight has changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Gradient norm before clipping (None: nothing had a gradient) and the learning rate used."""
@@ -123,7 +127,7 @@ class MasterOptimizer:
     def step(self) -> StepResult:
         """Clip, step and round the live weights from their masters. Without gradients nothing but the schedule moves.
 
-        Raises FloatingPointError, and changes nothing, if the gradient norm isn't finite.
+        Raises GradientError, and changes nothing, if the gradient norm isn't finite.
         """
         rate = learning_rate(self.num_steps, self.config, self.total_steps)
         norm = None
@@ -158,7 +162,7 @@ class MasterOptimizer:
         if not math.isfinite(norm):
             bad = [name for name, gradient in self.gradients.items() if not bool(gradient.isfinite().all())]
             listed = ", ".join(bad[:5]) or "none alone: the sum of squares overflows"
-            raise FloatingPointError(
+            raise GradientError(
                 f"optimizer step {self.num_steps}: gradient norm is {norm}; the step is refused and no weight changed. "
                 f"Non-finite gradients in {len(bad)} of {len(gradients)} parameters: {listed}"
             )
