@@ -80,15 +80,12 @@ def hardware(name: str) -> Hardware:
     if name not in entries:
         raise _unknown("hardware", name, hardware_names())
     entry = entries[name]
-    read = "memory_mib" in entry
-    label = entry.get("memory_gb")
-    memory = entry["memory_mib"] << 20 if read else label and round(label * 1e9)
+    memory = entry.get("memory_mib")
     return Hardware(
         name=name,
         vendor=entry["vendor"],
         arch=entry.get("arch", ""),
-        memory_bytes=memory,
-        memory_read=read,
+        memory_bytes=None if memory is None else memory << 20,
         memory_bandwidth_gbs=entry.get("memory_bandwidth"),
         gpus_per_node=entry.get("gpus_per_node", 8),
         fast_link_gpus=entry.get("fast_link_gpus"),

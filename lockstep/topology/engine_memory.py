@@ -28,7 +28,7 @@ from lockstep.topology.sglang_pool import (
     sglang_pool,
     states_outside,
 )
-from lockstep.topology.trainer_memory import CONTEXT_BYTES, sequence_tokens
+from lockstep.topology.trainer_memory import CONTEXT_BYTES, context_item, sequence_tokens
 
 VLLM_UTILISATION = 0.92
 PREFILL_TOKENS = 8192
@@ -252,7 +252,7 @@ def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
     """Context, communicators and graphs."""
     if job.hardware.vendor == "cpu":
         return ()
-    items = [MemoryItem("device context", CONTEXT_BYTES, "measured", "one process", owner="engine")]
+    items = [context_item(job, "engine")]
     if engine.tp * engine.pp * engine.dp > 1:
         items.append(MemoryItem("communicators", COMMUNICATOR_BYTES, "measured", "vLLM tp 4", owner="engine"))
     if engine.cuda_graphs is not False:

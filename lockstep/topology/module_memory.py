@@ -23,7 +23,7 @@ from lockstep.topology.module_activations import (
 )
 from lockstep.topology.parameters import count_parameters, layer_parameters
 from lockstep.topology.records import Job, ModelShape, TrainLayout
-from lockstep.topology.trainer_memory import CONTEXT_BYTES, micro_batch_tokens, sequence_tokens
+from lockstep.topology.trainer_memory import context_item, micro_batch_tokens, sequence_tokens
 
 PACKED_ROW_TOKENS = 128
 """Rows of several sequences are filled to this length at least, and to four times the longest sequence."""
@@ -71,7 +71,7 @@ def module_static_items(job: Job, held: StageMemory) -> list[MemoryItem]:
 def module_overhead_items(job: Job) -> list[MemoryItem]:
     """What the process holds beside tensors."""
     items = [
-        MemoryItem("device context", CONTEXT_BYTES, "measured", "one process"),
+        context_item(job),
         MemoryItem("workspaces", WORKSPACE_BYTES, "assumed", "cuBLAS, two threads"),
     ]
     return items if job.hardware.vendor != "cpu" else []

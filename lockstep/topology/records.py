@@ -83,15 +83,14 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of device, as ``catalog/hardware.toml`` has it. ``memory_bytes`` is what a process sees (read on a
-    device where ``memory_read``, else the vendor's label × 1e9); bandwidth in GB/s. ``fast_link_gpus``: devices that
+    """One kind of device, as ``catalog/hardware.toml`` has it. ``memory_bytes`` is what was read on one,
+    not the vendor's label (None: unknown); bandwidth in GB/s. ``fast_link_gpus``: devices that
     one fast fabric joins where that is not a node (NVL72: 72), None: ``gpus_per_node``."""
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
     arch: str = ""
     memory_bytes: int | None = None
-    memory_read: bool = False
     memory_bandwidth_gbs: float | None = None
     gpus_per_node: int = 8
     fast_link_gpus: int | None = None

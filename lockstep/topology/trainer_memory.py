@@ -22,7 +22,7 @@ from lockstep.topology.activations import (
     logits_bytes,
 )
 from lockstep.topology.cache import BYTES
-from lockstep.topology.memory_records import MemoryItem, Phase, StageMemory, gigabytes
+from lockstep.topology.memory_records import MemoryItem, Owner, Phase, StageMemory, gigabytes
 from lockstep.topology.parameters import RankParameters, rank_parameters
 from lockstep.topology.records import Job, TrainLayout, TrainMemory
 
@@ -41,6 +41,9 @@ EXPERT_COMMUNICATOR_BYTES = 2_500_000_000
 
 SMALLEST_COMMUNICATOR = 544_000_000
 """The least that one communicator was seen to take (NVIDIA/nccl issue 964)."""
+
+SMALLEST_RCCL_COMMUNICATOR = (65 << 30) // 100
+"""The same of RCCL (LUMI guide issue 111)."""
 
 
 def data_parallel(job: Job) -> tuple[int, int]:
@@ -140,7 +143,7 @@ def phase_items(job: Job, held: StageMemory, num_stages: int, phase: Phase) -> l
 
 def overhead_items(job: Job) -> list[MemoryItem]:
     """Context and communicators, which stay whatever the trainer offloads."""
-    items = [MemoryItem("device context", CONTEXT_BYTES, "measured", "one process")]
+    items = [context_item(job)]
     layout = job.train or TrainLayout()
     data = job.train_world // max(1, layout.tp * layout.pp * layout.cp)
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, data))
@@ -148,10 +151,18 @@ def overhead_items(job: Job) -> list[MemoryItem]:
     if axes:
         note = f"{axes} axes{' and the expert grid' if experts else ''}, each as at tp 2, pp 2, dp 2 on eight H100"
         size = axes * COMMUNICATOR_BYTES + experts * EXPERT_COMMUNICATOR_BYTES
-        slack = size - (axes + experts) * SMALLEST_COMMUNICATOR
+        rocm = job.hardware.vendor == "amd"
+        slack = size - (axes + experts) * (SMALLEST_RCCL_COMMUNICATOR if rocm else SMALLEST_COMMUNICATOR)
         source = "verl issues 6408, 6266"
-        items.append(MemoryItem("communicators", size, "measured", note, source, slack=slack))
+        items.append(MemoryItem("communicators", size, "assumed" if rocm else "measured", note, source, slack=slack))
     return items
+
+
+def context_item(job: Job, owner: Owner = "trainer") -> MemoryItem:
+    """What the driver and loaded kernels take in one process: measured with CUDA, and nowhere published for HIP."""
+    if job.hardware.vendor == "amd":
+        return MemoryItem("device context", CONTEXT_BYTES, "assumed", "one process, as much as CUDA's", owner=owner)
+    return MemoryItem("device context", CONTEXT_BYTES, "measured", "one process", owner=owner)
 
 
 def optimizer_bytes(memory: TrainMemory) -> int:

@@ -308,6 +308,13 @@ def test_amds_gigabytes_are_two_to_the_thirtieth(name: str, label: int, seen: in
     assert hardware(name).memory_bytes == seen == (label << 30) - (16 << 20)
 
 
+def test_what_was_measured_with_cuda_is_assumed_on_rocm() -> None:
+    for known, basis in (("qwen3-30b-a3b-h200-4", "measured"), ("qwen3-30b-a3b-mi355x-4", "assumed")):
+        train = plan_memory(KNOWN[known].job).phase("train")
+        found = [train.item("device context"), train.item("device context", "engine"), train.item("communicators")]
+        assert [item and item.basis for item in found] == [basis] * 3
+
+
 def test_planning_needs_no_torch() -> None:
     code = "import sys, lockstep.topology.memory, lockstep.topology.shapes; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
