@@ -57,7 +57,8 @@ def vllm_owns_its_weights(config: RunConfig) -> Iterator[Violation]:
 @rule
 def vllm_serves_fp8_in_bfloat16(config: RunConfig) -> Iterator[Violation]:
     """vLLM refuses float32 beside fp8 weights (``Fp8Config.get_supported_act_dtypes``)."""
-    if config.rollout.engine == "vllm" and config.rollout.quantisation == "fp8" and config.rollout.dtype == "float32":
+    rollout = config.rollout
+    if rollout.engine == "vllm" and rollout.quantisation.startswith("fp8") and rollout.dtype == "float32":
         message, way_out = "vLLM computes with fp8 weights in bfloat16 alone", 'set rollout.dtype = "bfloat16"'
         yield Violation("rollout.dtype", message, way_out, ("rollout.engine", "rollout.quantisation"))
 

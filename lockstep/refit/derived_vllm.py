@@ -123,7 +123,10 @@ def _mxfp4_refusal(engine: Any) -> str | None:
         backend = getattr(getattr(module, "quant_method", None), "mxfp4_backend", None)
         name = getattr(backend, "value", backend)
         if name is not None and name not in MXFP4_REFITTABLE:
-            return f"{path}: mxfp4 back end {name} can't be refitted; those that can: {', '.join(MXFP4_REFITTABLE)}"
+            return (
+                f"{path}: mxfp4 back end {name} can't be refitted, since its conversion is not known to be a function "
+                "of the checkpoint's layout that is published in place; those that can: " + ", ".join(MXFP4_REFITTABLE)
+            )
     return None
 
 

@@ -19,7 +19,7 @@ from lockstep.rollout.receiver import RefitRefused, dtype_name
 from lockstep.rollout.vllm_coverage import DryLoad, Geometry, Write, dry_load, num_covered, numel
 from lockstep.rollout.vllm_reload import LayerwiseReload, checkpoint_layout
 
-_EXACT = {("bfloat16", "float32"), ("float16", "float32")}
+_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float8_e8m0fnu", "float32")}
 """Conversions that keep every value."""
 _ROUNDED = {("float32", "bfloat16")}
 """The policy is then the rounded weights, as in the embedded engine."""

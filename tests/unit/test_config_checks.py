@@ -53,6 +53,7 @@ def a_bound(**fields: Any) -> dict[str, Any]:
 
 
 FP8 = {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]}
+UE8M0 = {"rollout.quantisation": "fp8_ue8m0", "gate.bounds": [a_bound(quantisation="fp8_ue8m0")]}
 
 VLLM = {"rollout.engine": "vllm"}
 SGLANG = {"rollout.engine": "sglang", "rollout.process": "separate"}
@@ -205,10 +206,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("quantised_weights_are_copies", FP8 | {"refit.transport": "shared"}, "refit.transport"),
     (
         "quantised_weights_are_copies",
-        {"rollout.quantisation": "fp8_ue8m0", "gate.bounds": [a_bound(quantisation="fp8_ue8m0")]} | VLLM,
+        {"rollout.quantisation": "mxfp4_experts", "gate.bounds": [a_bound(quantisation="mxfp4_experts")]} | VLLM,
         "rollout.quantisation",
     ),
     ("vllm_serves_fp8_in_bfloat16", FP8 | VLLM | {"rollout.dtype": "float32"}, "rollout.dtype"),
+    ("vllm_serves_fp8_in_bfloat16", UE8M0 | VLLM | {"rollout.dtype": "float32"}, "rollout.dtype"),
     ("transport_reaches_the_engine", APART | {"refit.transport": "local"}, "refit.transport"),
     ("transport_reaches_the_engine", APART | {"refit.transport": "shared"}, "refit.transport"),
     ("transport_reaches_the_engine", {"refit.transport": "shm"}, "refit.transport"),
@@ -337,6 +339,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"gate.bounds": [a_bound(), a_bound(quantisation="fp8"), a_bound(quantisation="fp8_ue8m0")]},
     FP8,
     FP8 | VLLM,
+    UE8M0 | VLLM,
     {"device": "cuda", "gate.bounds": [a_bound(hardware="cuda", shown=True)]},
     {"trainer.layout.replicate": 2, "cluster.nodes": 4},
     MEGATRON | {"trainer.layout.tp": 2, "trainer.megatron.recompute": "full", "trainer.packing": "padded"},

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from lockstep.config.schema import TrainerConfig
 from lockstep.model.weights import ModelWeights
+from lockstep.records import Quantisation
 from lockstep.refit.names import as_checkpoint
 from lockstep.refit.probes import holding
 from lockstep.refit.quantised import quantised, served_weights
@@ -29,7 +30,7 @@ from lockstep.rollout.vllm_folder import write_model_folder
 from lockstep.rollout.vllm_start import VllmSettings, import_vllm
 from lockstep.train.fsdp import FsdpTrainer
 from tests.vllm.models import registry, tiny_model
-from tests.vllm.refits import answers, probes
+from tests.vllm.refits import Answers, answers, probes
 
 import_vllm()
 
@@ -48,13 +49,13 @@ def model_of(seed: int, family: str = "qwen3", **more: Any) -> Any:
     return tiny_model(family, seed, torch.bfloat16, **SIZES, **more)
 
 
-def start(model: Any, *, weights: bool = False) -> VllmEngine:
+def start(model: Any, scheme: Quantisation = "fp8", *, weights: bool = False) -> VllmEngine:
     """An fp8 engine: with random weights, or loaded from a quantised checkpoint of ``model``'s."""
     source = as_checkpoint(ModelWeights(model, 0))
     with tempfile.TemporaryDirectory() as name, torch_block_kernel():
-        folder = write_model_folder(model, Path(name), quantisation=served_section(source.manifest(), "fp8"))
+        folder = write_model_folder(model, Path(name), quantisation=served_section(source.manifest(), scheme))
         if weights:
-            tensors = {one: tensor.contiguous() for one, _, _, tensor in quantised(source, "fp8").shards()}
+            tensors = {one: _saved(tensor) for one, _, _, tensor in quantised(source, scheme).shards()}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         settings = VllmSettings(
             str(folder),
@@ -62,9 +63,14 @@ def start(model: Any, *, weights: bool = False) -> VllmEngine:
             num_slots=8,
             kv_cache_bytes=64 << 20,
             load_format="safetensors" if weights else "dummy",
-            quantisation="fp8",
+            quantisation=scheme,
         )
         return VllmEngine(settings, derived=registry())
+
+
+def _saved(tensor: torch.Tensor) -> torch.Tensor:
+    """As published checkpoints have it: DeepSeek-V3.1 keeps its power-of-two scales in float32."""
+    return (tensor.float() if tensor.dtype == torch.float8_e8m0fnu else tensor).contiguous()
 
 
 @pytest.fixture(scope="module")
@@ -74,30 +80,40 @@ def engine() -> Iterator[VllmEngine]:
     started.close()
 
 
-def reference(seed: int, *, dequantised: bool) -> np.ndarray:
-    """The trainer's log-probs of the probes, of its own weights or of what fp8 makes of them."""
+def reference(seed: int, scheme: Quantisation = "fp8", *, dequantised: bool) -> np.ndarray:
+    """The trainer's log-probs of the probes, of its own weights or of what ``scheme`` makes of them."""
     trainer = FsdpTrainer(model_of(seed), TrainerConfig(), total_optimizer_steps=1, temperature=1.0)
     sequences = list(probes())
     if dequantised:
-        with holding(trainer.model, served_weights(trainer.weights(), "fp8")):
+        with holding(trainer.model, served_weights(trainer.weights(), scheme)):
             scored = trainer.logprobs(sequences)
     else:
         scored = trainer.logprobs(sequences)
     return np.concatenate([scored[s.sequence_id].logprobs[1:] for s in sequences])
 
 
-def test_refits_serve_what_a_quantised_checkpoint_serves_and_what_the_trainer_dequantises(engine: VllmEngine) -> None:
-    for version, seed in enumerate((5, 0, 5, 0), start=1):
-        receipt = run_refit(ModelWeights(model_of(seed), version), engine.receiver(), LocalTransport(), verify=True)
-        statuses = {claim.name: claim.status for claim in receipt.claims}
-        assert (statuses["covered"], statuses["loaded"], statuses["derived"]) == ("held", "held", "held")
-        mine = answers(engine)
-        near, far = reference(seed, dequantised=True), reference(5 - seed, dequantised=True)
-        for path in ("prefill", "decode"):
-            assert np.abs(getattr(mine, path) - near).mean() < NEAR
-            assert np.abs(getattr(mine, path) - far).mean() > 10 * NEAR, "the other weights are told apart"
-    assert np.abs(mine.prefill - reference(0, dequantised=False)).mean() > NEAR, "fp8 is not the trainer's own"
-    fresh = start(model_of(0), weights=True)
+def refitted(engine: VllmEngine, scheme: Quantisation, seed: int, version: int) -> Answers:
+    """Refit with the weights of ``seed`` (5 or 0); the engine then answers as the trainer with those dequantised."""
+    receipt = run_refit(ModelWeights(model_of(seed), version), engine.receiver(), LocalTransport(), verify=True)
+    statuses = {claim.name: claim.status for claim in receipt.claims}
+    assert (statuses["covered"], statuses["loaded"], statuses["derived"]) == ("held", "held", "held")
+    mine = answers(engine)
+    near, far = (reference(one, scheme, dequantised=True) for one in (seed, 5 - seed))
+    for path in ("prefill", "decode"):
+        assert np.abs(getattr(mine, path) - near).mean() < NEAR
+        assert np.abs(getattr(mine, path) - far).mean() > 10 * NEAR, "the other weights are told apart"
+    return mine
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_ue8m0"])
+def test_refits_serve_what_a_quantised_checkpoint_serves_and_what_the_trainer_dequantises(scheme: Quantisation) -> None:
+    engine = start(model_of(0), scheme)
+    for version, seed in enumerate((5, 0, 5), start=1):
+        refitted(engine, scheme, seed, version)
+    mine = refitted(engine, scheme, 0, 4)
+    engine.close()
+    assert np.abs(mine.prefill - reference(0, scheme, dequantised=False)).mean() > NEAR, "fp8 is not the trainer's own"
+    fresh = start(model_of(0), scheme, weights=True)
     theirs = answers(fresh)
     fresh.close()
     assert mine.greedy == theirs.greedy
