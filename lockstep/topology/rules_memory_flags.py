@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.topology.grids import expert_tensor_size
-from lockstep.topology.records import Job
+from lockstep.topology.records import Job, ModelShape
 from lockstep.topology.rules import Changes, rule, train_of
 from lockstep.topology.rules_experts import dispatcher
 from lockstep.topology.rules_megatron import ARGUMENTS, CONFIG
@@ -17,10 +17,26 @@ QUANTISER = (
 # --- fp8 against shards -----------------------------------------------------------------------------------------------
 
 
+def _attention_widths(model: ModelShape, tp: int) -> dict[str, int]:
+    """Widths of a rank's attention weights: what goes into the output projection, and what comes out of the fused or
+    up-projections. DeepSeek-V4's heads of 512 are always whole blocks."""
+    heads = model.num_heads // tp
+    if model.attention in ("gqa", "inkling"):
+        queries, keys = heads * model.head_dim, max(1, model.num_kv_heads // tp) * model.head_dim
+        names = {"query": queries, "query, key and value": queries + 2 * keys}
+    elif model.attention in ("mla", "mla_dsa"):
+        up = {"query": model.rope_head_dim, "key and value": model.v_head_dim}
+        names = {name: heads * (model.qk_nope_head_dim + size) for name, size in up.items()}
+        names["value"] = heads * model.v_head_dim
+    else:
+        return {}
+    return {f"{name} heads / tp {tp}": width for name, width in names.items()}
+
+
 def sharded_widths(job: Job) -> dict[str, int]:
     """Widths of the weights' shards in training that quantisation blocks must divide, by what they are."""
     model, train = job.model, train_of(job)
-    widths: dict[str, int] = {}
+    widths = {f"hidden {model.hidden}": model.hidden, **_attention_widths(model, train.tp)}
     if model.is_moe:
         etp = expert_tensor_size(train)
         widths[f"routed experts' {model.moe_ffn} / etp {etp}"] = model.moe_ffn // etp

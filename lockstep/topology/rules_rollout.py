@@ -210,6 +210,19 @@ def engine_widths(job: Job) -> list[tuple[str, int, int]]:
     return widths
 
 
+def _attention_widths(job: Job) -> list[tuple[str, int, int]]:
+    """Query and key/value heads of the fused projection, each of which is made of blocks; a key/value head that is
+    replicated is whole on its rank."""
+    model, ranks = job.model, attention_tp(engine_of(job))
+    if model.attention not in ("gqa", "inkling"):
+        return []
+    shared = min(ranks, model.num_kv_heads)
+    return [
+        ("query heads", model.num_heads * model.head_dim, ranks),
+        ("key/value heads", model.num_kv_heads * model.head_dim, shared),
+    ]
+
+
 @rule("engine-fp8-blocks", source=FP8, needs="engine", knobs=(expert_sizes, engine_scale, attention_splits))
 def engine_fp8_blocks(job: Job) -> str | None:
     """In block fp8 each shard of a weight is made of whole blocks of 128; mxfp4 experts have blocks of 32."""
@@ -217,7 +230,7 @@ def engine_fp8_blocks(job: Job) -> str | None:
     if quantisation in ("none", "int4"):
         return None
     wrong: list[str] = []
-    for what, width, ranks in engine_widths(job):
+    for what, width, ranks in (*_attention_widths(job), *engine_widths(job)):
         block = 32 if quantisation == "mxfp4_experts" and what.startswith("routed") else 128
         if width % ranks == 0 and width // ranks % block:
             wrong.append(f"{what} {width} / {ranks} = {width // ranks} is no multiple of {block}")

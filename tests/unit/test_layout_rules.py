@@ -357,3 +357,28 @@ def test_four_bit_integers_have_no_blocks_of_fp8() -> None:
         wide = shape(MOE, moe_ffn=768, num_kv_heads=32)
         job = serving("sglang", wide, gpus=4, tp=4, quantisation=quantisation)
         assert ("engine-fp8-blocks" in ids(check_layout(job))) is refused
+
+
+@pytest.mark.parametrize(
+    ("job", "width"),
+    [
+        (megatron("smollm2-135m", 1, memory={"fp8": "blockwise"}), "hidden 576 = 576"),
+        (megatron("glm-4_7-flash", 4, tp=4, etp=1, memory={"fp8": "blockwise"}), "key and value heads / tp 4 = 2240"),
+        (megatron(shape(DENSE, head_dim=32), 8, tp=8, memory={"fp8": "blockwise"}), "query, key and value heads"),
+    ],
+)
+def test_fp8_blocks_are_held_against_attention_and_the_hidden_width(job: Job, width: str) -> None:
+    """Experts and MLPs alone were: a width of attention that is no multiple of 128 passed."""
+    assert width in only(job, "fp8-blocks").message
+
+
+def test_fp8_blocks_of_the_engine_are_held_against_attention() -> None:
+    """vLLM's validate_fp8_block_shape checks each part of the fused projection: 8 heads of 64 at tp 8 leave 64."""
+    narrow = shape(DENSE, head_dim=64, ffn=9216)
+    assert (
+        "key/value heads 512 / 8 = 64"
+        in only(serving("vllm", narrow, tp=8, quantisation="fp8"), "engine-fp8-blocks").message
+    )
+    assert "engine-fp8-blocks" not in complaints(serving("vllm", narrow, gpus=4, tp=4, quantisation="fp8"))
+    replicated = shape(DENSE, num_kv_heads=4, ffn=9216)  # a head of 128 lies whole on two ranks
+    assert "engine-fp8-blocks" not in complaints(serving("vllm", replicated, tp=8, quantisation="fp8"))
