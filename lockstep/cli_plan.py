@@ -6,8 +6,10 @@ Exit codes: 0 it keeps every rule and fits, 1 it does not, 2 bad usage or config
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +22,9 @@ from lockstep.cli_recipes import (
     VariantOption,
     load_chosen,
 )
+
+if TYPE_CHECKING:
+    from lockstep.config.load import ResolvedConfig
 
 EPILOG = (
     "Examples:  lockstep plan deepseek-v4-flash --hardware h200   |   "
@@ -46,6 +51,10 @@ def plan(
         bool, typer.Option("--suggest", help="List other legal layouts, the planner's best first.")
     ] = False,
     sources: Annotated[bool, typer.Option("--sources", help="Print where each argument is defined.")] = False,
+    other: Annotated[
+        str | None,
+        typer.Option("--compare", metavar="OTHER", help="A variant, another recipe or a TOML file: what differs."),
+    ] = None,
     variables: Annotated[
         list[str] | None,
         typer.Option("--set-variable", metavar="NAME=VALUE", help="With --from: a shell variable. Repeatable."),
@@ -62,24 +71,46 @@ def plan(
     """
     if (recipe is None) == (script is None):
         raise typer.BadParameter("give a recipe, or --from FILE", param_hint="RECIPE or --from")
+    of_recipe = {
+        "--set": overrides,
+        "--variant": variants,
+        "--suggest": suggest,
+        "--sources": sources,
+        "--compare": other,
+    }
     if script is not None:
-        for name, given in (
-            ("--set", overrides),
-            ("--variant", variants),
-            ("--suggest", suggest),
-            ("--sources", sources),
-        ):
-            if given:
-                raise typer.BadParameter("does not go with --from", param_hint=name)
+        _refuse(of_recipe, "does not go with --from")
         raise typer.Exit(_plan_script(script, hardware, nodes, variables or [], installed, as_json=as_json))
-    for name, given in (("--set-variable", variables), ("--installed", installed)):
-        if given:
-            raise typer.BadParameter("goes with --from", param_hint=name)
+    _refuse({"--set-variable": variables, "--installed": installed}, "goes with --from")
     assert recipe is not None
     resolved = load_chosen(recipe, overrides, hardware, nodes, variants, unverified)
+    if other is not None:
+        _refuse({"--suggest": suggest, "--sources": sources}, "does not go with --compare")
+        chosen = (overrides, hardware, nodes, variants, unverified)
+        raise typer.Exit(_compared(resolved, recipe, other, chosen, as_json=as_json))
     from lockstep.driver.plan_commands import plan as run
 
     raise typer.Exit(run(resolved, with_suggestions=suggest, sources=sources, as_json=as_json))
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    """Raises ``BadParameter`` for the first of the options that is given."""
+    for name, given in options.items():
+        if given:
+            raise typer.BadParameter(why, param_hint=name)
+
+
+def _compared(resolved: ResolvedConfig, recipe: str, other: str, chosen: Any, *, as_json: bool) -> int:
+    """``chosen``: overrides, hardware, nodes, variants and unverified, which hold for both sides."""
+    from lockstep.driver.compare_commands import compare, with_variant
+
+    overrides, hardware, nodes, variants, unverified = chosen
+    more = with_variant(resolved.recipe, variants or (), other)
+    if more is None:
+        second = load_chosen(other, overrides, hardware, nodes, variants, unverified)
+    else:
+        second = load_chosen(recipe, overrides, hardware, nodes, more, unverified)
+    return compare((resolved, second), (recipe, other), os.environ, as_json=as_json)
 
 
 def _plan_script(

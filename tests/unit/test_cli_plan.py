@@ -101,6 +101,9 @@ def test_sources_name_where_each_argument_is_defined(
         ["plan"],
         ["plan", "quickstart", "--from", __file__],
         ["plan", "--from", __file__, "--suggest"],
+        ["plan", "--from", __file__, "--compare", "quickstart"],
+        ["plan", "quickstart", "--compare", "glm-5_2", "--suggest"],
+        ["plan", "quickstart", "--compare", "no-such-recipe"],
         ["plan", "quickstart", "--set-variable", "A=1"],
         ["plan", "no-such-recipe"],
         ["plan", "deepseek-v4-flash", "--hardware", "h300"],
@@ -204,6 +207,45 @@ def test_a_variable_that_contradicts_another_fails_a_strict_recipe() -> None:
     ]
     made = make_plan(load_recipe("deepseek-v4-flash", wrong), {})
     assert [finding.rule for finding in made.errors] == ["variable-contradicted"]
+
+
+def test_two_plans_are_compared_by_settings_reasons_and_items(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What tells the two public settings of 32 MI355X apart: no command showed it."""
+    arguments = ("plan", "deepseek-v4-flash", "--hardware", "mi355x", "--compare", "parity")
+    assert run(monkeypatch, *arguments) == 0
+    text = capsys.readouterr().out
+    assert "  rollout.layout.memory_fraction\n    deepseek-v4-flash: 0.5  (" in text
+    assert "    parity: 0.7  (" in text
+    assert "memory, deepseek-v4-flash → parity:\n  generate (shared): " in text
+    assert "      engine key/value cache: " in text
+    assert run(monkeypatch, *arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["trainer.layout.tp"]["parity"]["value"] == 8
+    caches = {
+        name: next(phase["items"]["engine key/value cache"] for phase in one["phases"] if phase["phase"] == "generate")
+        for name, one in found["plans"].items()
+    }
+    assert caches["parity"] > 2 * caches["deepseek-v4-flash"] > 0
+
+
+def test_a_comparison_takes_a_file_too_and_fails_where_one_side_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "deepseek-v4-flash"\n[trainer.layout]\nep = 5\n')
+    assert run(monkeypatch, "plan", "deepseek-v4-flash", "--compare", str(mine)) == 1
+    text = capsys.readouterr().out
+    assert f"{mine}: refused: 2 violations (expert-grid, experts-ep)" in text
+    assert "deepseek-v4-flash: passes" in text
+    mine.write_text('extends = "deepseek-v4-flash"\n[rollout]\nmax_new_tokens = 2048\n')
+    assert run(monkeypatch, "plan", str(mine), "--compare", "fp8", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["settings"]) == {
+        "trainer.megatron.fp8",
+        "environment.trainer.NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    }
 
 
 def test_a_launch_script_is_judged_through_from(
