@@ -74,18 +74,18 @@ def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
     pool = _pool(job, engine, held_bytes, weights.num_bytes, taken, findings)
     sums = sglang_pool(job) if engine.engine == "sglang" else cost
     found = pool.num_bytes
-    most = _bytes_of(sums, engine.max_total_tokens) if engine.max_total_tokens else found
-    if most < found:
-        pool = _item(
-            "key/value cache", most, f"max_total_tokens {engine.max_total_tokens}; {pool.note} would hold more"
-        )
-    tokens = _tokens_in(sums, pool.num_bytes)
+    tokens = _tokens_in(sums, found)
+    most = engine.max_total_tokens
+    if most and (tokens is None or most < tokens):
+        tokens, size = most, _limited(sums, most, found)
+        pool = _item("key/value cache", size, f"max_total_tokens {most}; {pool.note} would hold more")
     length = sequence_tokens(job) or 1
     if tokens is not None and tokens < length and not findings:
         message = f"the cache of {gigabytes(pool.num_bytes)} holds {tokens} tokens, one sequence has {length}"
         findings.append(Finding("engine-cache", "error", message, _more_cache(engine), _source(engine)))
     unsure = 0 if engine.kv_cache_bytes is not None else round(MARGIN * (weights.num_bytes + found))
-    least = _tokens_in(sums, max(0, min(pool.num_bytes, found - unsure)))
+    least = _tokens_in(sums, max(0, found - unsure))
+    least = tokens if least is None or tokens is None else min(least, tokens)
     beyond: tuple[MemoryItem, ...] = ()
     residue = overhead
     if isinstance(sums, SglangPool):
@@ -95,8 +95,10 @@ def engine_memory(job: Job, held_bytes: int) -> EngineMemory:
     return EngineMemory(awake, (weights, *residue), residue, tokens, tuple(findings), least)
 
 
-def _bytes_of(sums: SglangPool | CacheCost, tokens: int) -> int:
-    return sums.bytes_of(tokens) if isinstance(sums, SglangPool) else sums.bytes_of(1, tokens)
+def _limited(sums: SglangPool | CacheCost, tokens: int, pool_bytes: int) -> int:
+    return (
+        sums.limited(tokens, pool_bytes) if isinstance(sums, SglangPool) else min(pool_bytes, sums.bytes_of(1, tokens))
+    )
 
 
 def _tokens_in(sums: SglangPool | CacheCost, pool_bytes: int) -> int | None:
@@ -254,7 +256,8 @@ def _overhead(job: Job, engine: EngineLayout) -> tuple[MemoryItem, ...]:
         return ()
     items = [context_item(job, "engine")]
     if engine.tp * engine.pp * engine.dp > 1:
-        items.append(MemoryItem("communicators", COMMUNICATOR_BYTES, "measured", "vLLM tp 4", owner="engine"))
+        source = "vllm issue 51485; LUMI guide issue 111"
+        items.append(MemoryItem("communicators", COMMUNICATOR_BYTES, "measured", "tp 4", source, owner="engine"))
     if engine.cuda_graphs is not False:
         items.append(MemoryItem("graphs", GRAPH_BYTES, "assumed", "captured decode steps", owner="engine"))
     return tuple(items)

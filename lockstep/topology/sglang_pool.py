@@ -57,9 +57,10 @@ class SglangPool:
         """Tokens that SGLang admits to a pool: 0 where the slots alone do not fit, and it refuses to start."""
         return max(0, int((pool_bytes * self.share - self.fixed) / self.per_token))
 
-    def bytes_of(self, tokens: int) -> int:
-        """The pool that holds ``tokens``."""
-        return round((self.fixed + self.per_token * tokens) / self.share)
+    def limited(self, tokens: int, pool_bytes: int) -> int:
+        """What is taken of a pool if ``max_total_tokens`` bounds its tokens: states of convolutions take their share of
+        the whole all the same."""
+        return min(pool_bytes, round(pool_bytes * (1 - self.share) + self.fixed + self.per_token * tokens))
 
     def beyond(self, tokens: int) -> int:
         """Bytes of a pool of ``tokens`` that no sum has; never less than none, because less use is not given back."""

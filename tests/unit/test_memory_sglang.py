@@ -61,6 +61,13 @@ def test_slots_of_deepseek_v4_hold_a_ring_of_states_each(requests: int | None, s
 def test_an_eleventh_of_inklings_pool_is_states_of_convolutions() -> None:
     pool = sglang_pool(served("inkling-small"))
     assert pool.tokens_in(11_000_000_000) == 10_000_000_000 // 43_008
+    # A limit of tokens does not bound them.
+    assert pool.limited(1000, 11_000_000_000) == 1_000_000_000 + 1000 * 43_008
+    plan = plan_memory(KNOWN["inkling-small-h200-32"].job)
+    item = plan.phase("generate").item("key/value cache", "engine")
+    assert item is not None
+    assert plan.kv_tokens == plan.kv_tokens_least == 327_680
+    assert item.num_bytes == pytest.approx(19.56e9 / 11 + 327_680 * 43_008 / 8, rel=2e-3)
 
 
 def test_the_layers_of_a_stage_cost_their_share() -> None:
@@ -69,10 +76,14 @@ def test_the_layers_of_a_stage_cost_their_share() -> None:
     assert half.fixed == whole.fixed // 2
 
 
-@given(st.integers(1, 4096), st.integers(1, 1_000_000), st.sampled_from(["qwen3-4b", "deepseek-v4-flash", "inkling"]))
-def test_a_pool_for_some_tokens_admits_them(requests: int, tokens: int, model: str) -> None:
-    pool = sglang_pool(served(model, max_running_requests=requests))
-    assert abs(pool.tokens_in(pool.bytes_of(tokens)) - tokens) <= 1
+@given(st.integers(1, 4096), st.integers(10, 300), st.sampled_from(["qwen3-4b", "deepseek-v4-flash", "inkling"]))
+def test_the_tokens_that_a_pool_admits_fill_it(requests: int, gigabytes: int, model: str) -> None:
+    pool, size = sglang_pool(served(model, max_running_requests=requests)), gigabytes * 10**9
+    tokens = pool.tokens_in(size)
+    assert tokens > 0 or size * pool.share < pool.fixed + pool.per_token
+    if tokens:
+        assert size - 2 * pool.per_token <= pool.limited(tokens, size) <= size
+        assert pool.limited(tokens // 2, size) < size - pool.per_token * (tokens // 2 - 1)
     assert pool.tokens_in(pool.fixed - 1 if pool.fixed else 0) == 0
 
 
