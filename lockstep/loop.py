@@ -85,14 +85,15 @@ def run_sync(
             trained = train_on(parts, sampled, step, stop)
             row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
             row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
+            row |= {"rollout/dropped_unscored_groups": sampled.num_unscored_groups}
             row |= parts.sampler.prompt_counts() | unscored_counts(sampled.rollouts)
             row |= trained.metrics
+            idle = None if trained.stopped else idleness(row, parts.algorithm)
             with span("record"):
                 folder.write_rollouts(step, sampled.rollouts, trained.logprobs, console.token_texts(parts.decode))
                 folder.append_agreement({"step": step} | trained.places)
             if not trained.stopped:
                 row |= refit_metrics(refit(parts, folder, step))
-                idle = idleness(row, parts.algorithm)
                 row |= {} if idle is None else {"idle/why": idle.why}
                 progress.advance(step, parts.trainer.version, sampled.cursor, parts.gate.state(), idle)
                 if (config.eval.every and step % config.eval.every == 0) or step == config.steps:

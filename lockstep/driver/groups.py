@@ -48,6 +48,7 @@ class SampledGroups:
     cursor: int
     num_dropped_groups: int
     num_sampled_tokens: int  # of dropped groups too
+    num_unscored_groups: int = 0  # dropped ones in which no sample has a reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class GroupSampler:
         """
         dynamic, wanted = self.algorithm.dynamic_sampling, self.algorithm.num_prompts
         kept: list[Rollout] = []
-        num_kept = num_dropped = num_tokens = rounds = 0
+        num_kept = num_dropped = num_unscored = num_tokens = rounds = 0
         while True:
             prompts, cursor = self._prompts("train", cursor, wanted - num_kept, prefix=f"step-{step}")
             rollouts = self._rollouts(prompts, self.algorithm.group_size, self.sampling, phase="rollout")
@@ -102,10 +103,12 @@ class GroupSampler:
                 return SampledGroups(tuple(rollouts), cursor, 0, num_tokens)
             keep = informative_groups(rollouts)
             num_dropped += len(prompts) - len(keep)
+            scored = {rollout.group_id for rollout in rollouts if rollout.score.reward is not None}
+            num_unscored += len({prompt.group_id for prompt in prompts} - scored)
             num_kept += len(keep)
             kept += [rollout for rollout in rollouts if rollout.group_id in keep]
             if num_kept == wanted or rounds == dynamic.max_refill_rounds:
-                return SampledGroups(tuple(kept), cursor, num_dropped, num_tokens)
+                return SampledGroups(tuple(kept), cursor, num_dropped, num_tokens, num_unscored)
             rounds += 1
 
     def prompt_counts(self) -> dict[str, int]:

@@ -36,7 +36,11 @@ def idleness(metrics: Mapping[str, object], algorithm: AlgorithmConfig) -> Idle 
         return None
     samples = number("num_rollouts")
     if not samples:
-        return Idle("dynamic sampling dropped every group")
+        dropped, unscored = number("rollout/dropped_groups"), number("rollout/dropped_unscored_groups")
+        if dropped and dropped == unscored:
+            why = f"dynamic sampling dropped all {dropped:.0f} groups, because no sample of them has a reward"
+            return Idle(why, abstained=True)
+        return Idle(f"dynamic sampling dropped all {dropped:.0f} groups ({unscored:.0f} of them without any reward)")
     if number("num_abstained") == samples:
         return Idle(f"every reward abstained on all {samples:.0f} samples", abstained=True)
     if number("num_excluded") == samples:

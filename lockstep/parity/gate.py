@@ -211,7 +211,7 @@ def _unjudged_reason(agreement: Agreement, num_dropped_groups: int) -> tuple[str
     if num_dropped_groups:
         groups = "the only sampled group" if num_dropped_groups == 1 else f"all {num_dropped_groups} sampled groups"
         return (
-            f"dynamic sampling dropped {groups} (the completions of a group all have the same reward), so that there "
+            f"dynamic sampling dropped {groups} (no two completions of a group differ in reward), so that there "
             "is nothing to train on",
             "harder problems if rewards are near their maximum, easier ones if near zero; data of which not "
             "everything is learned yet; or a higher algorithm.dynamic_sampling.max_refill_rounds",

@@ -8,7 +8,8 @@ and torch's refusal names no parameter. ``python -m lockstep.train.leaf_check`` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -39,20 +40,47 @@ def check_leaves(parameters: Mapping[str, torch.Tensor]) -> None:
 def sharded_parameters(device: str, *, replicated: bool) -> dict[str, torch.Tensor]:
     """Parameters of a small model with both dtypes after torch's ``fully_shard`` over a group of this one process: over
     one axis, or over a second one of replicas too (hybrid sharding), where torch takes other ways."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    try:
+    with _group_of_one(device):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.bfloat16), torch.nn.LayerNorm(8)).to(device)
         mesh = two_axis_mesh(device, (1, 1), ("replicate", "shard")) if replicated else init_device_mesh(device, (1,))
         for module in model:
             fully_shard(module, mesh=mesh)
         return dict(model.named_parameters())
+
+
+@contextmanager
+def _group_of_one(device: str) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def sharded_tie(device: str, *, one_group: bool) -> tuple[str, ...]:
+    """Names of the parameters of an embedding and the head that is tied to it, after sharding, a forward and a
+    backward: one name where the tie held. In groups of their own the two come apart, and newer torch refuses the
+    forward (huggingface/accelerate#4171)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with _group_of_one(device):
+        embedding, head = torch.nn.Embedding(8, 4, device=device), torch.nn.Linear(4, 8, bias=False, device=device)
+        head.weight = embedding.weight
+        model = torch.nn.Sequential(embedding, head)
+        mesh = init_device_mesh(device, (1,))
+        for together in [[embedding, head]] if one_group else [[embedding], [head]]:
+            fully_shard(together, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.arange(8, device=device)).sum().backward()
+        return tuple(name for name, parameter in model.named_parameters() if parameter.grad is not None)
 
 
 def main() -> None:
@@ -67,8 +95,10 @@ def main() -> None:
         check_leaves(parameters)
     except LeafError as error:
         sys.exit(str(error))
+    if len(tied := sharded_tie(device, one_group=True)) != 1:
+        sys.exit(f"a tied embedding and head in one shard group came apart: {', '.join(tied) or 'no gradient'}")
     dtypes = sorted({str(tensor.dtype) for tensor in parameters.values()})
-    shown = f"{', '.join(dtypes)}; torch {torch.__version__}"
+    shown = f"{', '.join(dtypes)}; torch {torch.__version__}; a tie held"
     print(f"{len(parameters)} sharded parameters on {device}, half of them with replicas, are leaves ({shown})")
 
 

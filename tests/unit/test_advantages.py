@@ -181,6 +181,14 @@ def test_truncation_policies(policy):
     assert prepared.metrics["reward/mean"] == pytest.approx(0.5)
 
 
+def test_a_truncated_rollout_of_several_sequences_is_flagged_once():
+    """PrimeIntellect-ai/prime-rl#855: with an entry per response the flags were more than the batch."""
+    turns = [make_rollout("a", "g", 1.0, (3, 4, 2), "truncated"), make_rollout("b", "g", 0.0, (5,), "truncated")]
+    prepared = prepare([*turns, make_rollout("c", "g", 0.5, (2, 2))], AlgorithmConfig(group_size=3, truncated="mask"))
+    assert prepared.metrics["num_truncated"] == 2
+    assert [bool(item.loss_mask.any()) for item in prepared.items] == [False, False, False, False, True, True]
+
+
 def test_overlong_shaping_enters_value_and_baseline_alike():
     """Three correct answers, short to long, and a wrong one: the group's advantages sum to 0 (A13)."""
     rollouts = make_group([1.0, 1.0, 1.0, 0.0], lengths=[4, 14, 18, 20])

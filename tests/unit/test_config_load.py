@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.keys import walk
 from lockstep.config.load import dump_resolved, flatten, load_run_config, resolve_config
 from lockstep.config.schema import (
     ArithmeticTask,
@@ -67,6 +68,14 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 # --- layers and origins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["checkpoint.skip_scheduler", "checkpoint.skip_progress", "trainer.skip_optimizer"])
+def test_a_resume_has_no_switch_that_leaves_state_out(key: str) -> None:
+    """PrimeIntellect-ai/prime-rl#2088: such flags were accepted, and one of two trainers ignored them. Here a resume
+    takes the whole state, whose other tests are in ``tests/contract/test_trainer_checkpoint.py``."""
+    assert key in refused("base", f"{key}=true")
+    assert not [k for k in walk() if k.path[-1].startswith("skip")]
 
 
 def test_a_recipe_loads_as_it_is_and_tells_its_values_from_defaults() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from lockstep.config.errors import ConfigError
+from lockstep.config.keys import walk
 from lockstep.config.schema import AlgorithmConfig, DynamicSamplingConfig, PromptConfig, RolloutConfig
+from lockstep.config.toml_text import dotted
 from lockstep.driver.groups import GroupError, GroupSampler, sequence_of, stream_seed
 from lockstep.model.characters import CharacterTokenizer
+from lockstep.recipes import load_recipe
 from lockstep.records import Completion, FinishReason, GenerateRequest, Problem, Score
+from lockstep.rollout.queued_engine import _sampling_problem
 from lockstep.tasks.prompt import PromptRenderer
 
 TOKENIZER = CharacterTokenizer()
@@ -117,6 +124,46 @@ def test_refilling_ends_and_the_step_goes_on_with_what_there_is(runner: asyncio.
     sampled = make_sampler(FakeEngine(lambda _: ("1", "stop")), FakeTask(), runner, refills=2).sample(1, 0)
     assert sampled.rollouts == ()
     assert sampled.num_dropped_groups == 6
+    assert sampled.num_unscored_groups == 0
+
+
+def test_dropped_groups_without_any_reward_are_told_from_those_of_equal_rewards(runner: asyncio.Runner) -> None:
+    def answer(request_id: str) -> tuple[str, FinishReason]:
+        cursor, member = (int(part) for part in request_id.split("/")[1:])
+        return "1", "aborted" if cursor < 3 or member else "stop"  # three groups without a reward, then with one each
+
+    sampled = make_sampler(FakeEngine(answer), FakeTask(), runner, refills=2).sample(1, 0)
+    assert (sampled.num_dropped_groups, sampled.num_unscored_groups) == (6, 3)
+
+
+# --- one meaning for each setting, in training and in evaluation -----------------------------------------------------
+
+
+def test_one_length_limit_holds_in_training_and_in_evaluation(runner: asyncio.Runner) -> None:
+    """verl-project/verl#3619: one option meant a turn in one place and a whole trajectory in another."""
+    engine = FakeEngine(lambda _: ("1", "stop"))
+    sampler = make_sampler(engine, FakeTask(), runner)
+    sampler.sample(1, 0)
+    num_training = len(engine.requests)
+    sampler.evaluate(3, 1)
+    assert 0 < num_training < len(engine.requests)
+    assert {request.sampling.max_new_tokens for request in engine.requests} == {4}
+    lengths = {dotted(key.path) for key in walk() if re.search("new_tokens|response|completion", key.path[-1])}
+    assert lengths == {"rollout.max_new_tokens"}, "a second key for the length of a completion"
+
+
+def test_evaluation_cannot_be_given_a_temperature_that_a_rollout_could_not_have(runner: asyncio.Runner) -> None:
+    """THUDM/slime#2396: the temperature of the evaluation was not validated as the rollout's is."""
+    assert [dotted(key.path) for key in walk() if key.path[-1] == "temperature"] == ["rollout.temperature"]
+    with pytest.raises(ConfigError, match=r"rollout\.temperature"):
+        load_recipe("tiny-qwen3-moe", ["rollout.temperature=-0.5"])
+    with pytest.raises(ConfigError, match=r"eval\.temperature"):
+        load_recipe("tiny-qwen3-moe", ["eval.temperature=-0.5"])
+    engine = FakeEngine(lambda _: ("1", "stop"))
+    make_sampler(engine, FakeTask(), runner).evaluate(3, 1)
+    refused = replace(engine.requests[0].sampling, temperature=-0.5)
+    assert _sampling_problem(engine.requests[0].sampling) is None
+    assert "temperature" in str(_sampling_problem(refused)), "an engine holds every request to one rule"
 
 
 @pytest.mark.parametrize(("reason", "status"), [("aborted", "aborted"), ("failed", "failed")])

@@ -20,7 +20,12 @@ SAMPLES = {"num_rollouts": 8.0, "num_loss_tokens": 20.0, "optimizer_steps/moved"
 @pytest.mark.parametrize(
     ("metrics", "algorithm", "words"),
     [
-        ({"num_rollouts": 0.0}, PLAIN, "dropped every group"),
+        ({"num_rollouts": 0.0, "rollout/dropped_groups": 4}, PLAIN, r"dropped all 4 groups \(0 of them without"),
+        (
+            {"num_rollouts": 0.0, "rollout/dropped_groups": 4, "rollout/dropped_unscored_groups": 4},
+            PLAIN,
+            "dropped all 4 groups, because no sample of them has a reward",
+        ),
         ({**SAMPLES, "num_abstained": 8.0, "num_excluded": 8.0}, PLAIN, "every reward abstained on all 8 samples"),
         (
             {**SAMPLES, "num_abstained": 6.0, "num_aborted": 2.0, "num_excluded": 8.0},
@@ -39,7 +44,7 @@ def test_the_reason_is_the_one_that_left_nothing(
     idle = idleness(metrics, algorithm)
     assert idle is not None
     assert re.search(words, idle.why)
-    assert idle.abstained == ("abstained on all" in words)
+    assert idle.abstained == ("abstained on all" in words or "no sample" in words)
     assert idleness({**metrics, "optimizer_steps/moved": 1.0}, algorithm) is None
 
 

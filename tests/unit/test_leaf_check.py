@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.config.schema import TrainerConfig
-from lockstep.train.leaf_check import LeafError, check_leaves
+from lockstep.train.leaf_check import LeafError, check_leaves, sharded_tie
 from lockstep.train.optimizer import MasterOptimizer
 
 
@@ -44,3 +44,11 @@ def test_what_torch_shards_here_are_leaves() -> None:
     assert "8 sharded parameters on" in done.stdout
     assert "half of them with replicas" in done.stdout
     assert "torch.bfloat16, torch.float32" in done.stdout
+    assert "a tie held" in done.stdout
+
+
+def test_a_tied_head_and_its_embedding_are_one_parameter_in_one_shard_group_only() -> None:
+    """huggingface/accelerate#4171: shared between two groups, the parameter fails at the first forward."""
+    assert sharded_tie("cpu", one_group=True) == ("0.weight",)
+    with pytest.raises(ValueError, match=r"shared.*another FSDP group"):
+        sharded_tie("cpu", one_group=False)

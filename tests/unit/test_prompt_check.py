@@ -58,6 +58,22 @@ def test_prompts_that_will_be_skipped_or_cut_are_told_and_not_counted_yet(overlo
     assert (renderer.num_skipped, renderer.num_truncated) == (0, 0)
 
 
+@pytest.mark.parametrize(("suffix", "fits"), [("", True), ("=>", False)])
+def test_the_limit_is_on_the_whole_rendered_prompt(suffix: str, fits: bool) -> None:
+    """verl-project/verl#2069: a filter that leaves out a part of what is asked fails in the middle of training."""
+    config = PromptConfig.model_validate({"format": "raw", "max_tokens": 5, "suffix": suffix})
+    renderer = PromptRenderer(CharacterTokenizer(), config)
+    task = task_of(["1+2="])
+    if fits:
+        assert check_prompts(task, renderer, num_train=1, num_heldout=1) is None
+        rendered = renderer.render(task.problem("train", 0))
+        assert rendered is not None
+        assert len(rendered.tokens) == 5, "the beginning of the sequence counts too"
+    else:
+        with pytest.raises(TaskError, match="its prompt has 7 tokens"):
+            check_prompts(task, renderer, num_train=1, num_heldout=1)
+
+
 def test_a_split_that_would_be_skipped_whole_is_refused() -> None:
     with pytest.raises(TaskError, match=r"all 2 train prompts .* would be skipped"):
         check_prompts(task_of(["1234567", "7654321"]), renderer_of("skip"), num_train=9, num_heldout=1)
