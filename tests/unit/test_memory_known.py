@@ -3,7 +3,9 @@ numbers of caches and settings are met or their difference is told."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lockstep.topology.memory import compare_plans, plan_memory
 from lockstep.topology.memory_explain import explain_settings, fractions_that_fit
 from lockstep.topology.memory_records import MemoryPlan
 from lockstep.topology.parameters import count_parameters
+from lockstep.topology.records import Job
 from lockstep.topology.rules import apply
 
 KNOWN = {known.name: known for known in known_layouts()}
@@ -107,6 +110,33 @@ def test_why_the_two_settings_of_v4_flash_on_32_mi355x_differ() -> None:
     assert "so 0.7 fits deepseek-v4-flash-mi355x-32 too: nothing that is counted asks for 0.5" in said
     assert "at 0.6: " in said
     assert "32 samples of 8192 tokens at once need 262,144" in said
+
+
+def test_the_documented_numbers_of_the_two_settings_are_the_plans() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "plan.md").read_text("utf-8").split())
+    jobs = [KNOWN[name].job for name in ("deepseek-v4-flash-mi355x-32-tp8", "deepseek-v4-flash-mi355x-32")]
+    plain = [
+        replace(job, memory=replace(job.memory, optimizer_offload_fraction=0.0, precision_aware_optimizer=False))
+        for job in jobs
+    ]
+
+    def cell(job: Job) -> str:
+        least, most = fractions_that_fit(job) or (0, 0)
+        return f"{least:g} to {most:g}"
+
+    def free(job: Job) -> float:
+        kept = sum(item.num_bytes for item in plan_memory(job).phase("generate").items if item.owner == "trainer")
+        return (309_220_868_096 - kept - 500_000_000) / 1e9
+
+    fitting = " | ".join(f"{cell(job)} / {cell(whole)}" for job, whole in zip(jobs, plain, strict=True))
+    assert f"| fractions that fit, with it / without | {fitting} |" in text
+    left = " | ".join(f"{free(job):.0f} / {free(whole):.0f}" for job, whole in zip(jobs, plain, strict=True))
+    assert f"| free before SGLang loads, with it / without, GB | {left} |" in text
+    said = explain_settings(*jobs)
+    for share, spare in (("0.7", "54"), ("0.6", "73")):
+        assert f"{share} " in text
+        assert re.search(rf"at {share}: .*, {spare}\.\d GB to spare", said), said
+        assert re.search(rf"{share} (pass )?with {spare}", text)
 
 
 def test_a_fraction_that_does_not_fit_is_explained_by_what_refuses_it() -> None:
