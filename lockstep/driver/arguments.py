@@ -219,12 +219,24 @@ def _train_gpus_per_node(config: RunConfig, devices: Any) -> int:
     return devices - config.cluster.rollout_gpus if config.cluster.nodes == 1 else devices
 
 
+def _token_budget(config: RunConfig, tokens: Any) -> str | None:
+    """miles reads the budget with dynamic batches alone, which padded rows can't have and a number of samples rules
+    out."""
+    if config.trainer.packing in ("padded", "single"):
+        return f"--max-tokens-per-gpu {tokens}"
+    fixed = config.trainer.megatron.micro_batch is not None
+    return None if fixed else f"--use-dynamic-batch-size --max-tokens-per-gpu {tokens}"
+
+
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 FORMS: Mapping[str, Callable[[RunConfig, Any], Any]] = {
     "pipeline_layout": _pipeline_layout,
     "train_nodes": _train_nodes,
     "train_gpus_per_node": _train_gpus_per_node,
+    "token_budget": _token_budget,
+    "prompts_per_step": lambda config, steps: config.algorithm.num_prompts // steps,
+    "megabytes": lambda config, value: value >> 20,
     "short": lambda config, value: _SHORT[value],
     "advantage": lambda config, value: "gspo" if config.algorithm.loss == "gspo" else value,
     "with_kl": lambda config, value: None if config.algorithm.kl.place == "off" else value,

@@ -197,16 +197,18 @@ def batch(config: RunConfig) -> Batch:
     algorithm, trainer = config.algorithm, config.trainer
     steps = algorithm.optimizer_steps_per_batch
     samples = algorithm.num_prompts * algorithm.group_size
+    packing = trainer.packing not in ("padded", "single")
+    fixed = packing and trainer.megatron.micro_batch is not None  # a number of samples, whatever their tokens
     return Batch(
         num_prompts=algorithm.num_prompts,
         group_size=algorithm.group_size,
         optimizer_steps=steps,
         global_batch=samples // steps if samples % steps == 0 else None,
         micro_batch=trainer.megatron.micro_batch,
-        max_tokens_per_gpu=trainer.micro_batch_tokens,
+        max_tokens_per_gpu=None if fixed else trainer.micro_batch_tokens,
         prompt_tokens=config.prompt.max_tokens,
         response_tokens=config.rollout.max_new_tokens,
-        packing=trainer.packing not in ("padded", "single"),
+        packing=packing,
         pad_multiple=trainer.megatron.pad_multiple,
         logprob_chunk_tokens=trainer.logprob_chunk_tokens,
     )

@@ -188,6 +188,8 @@ def h100() -> Changes:
         "trainer.layout.stage_layers": ([6, 6, 6, 5, 5, 5, 5, 5], "verl's Et*6|t*6|t*6|t*5|t*5|t*5|t*5|t*5L"),
         "trainer.megatron.implementation": ("verl", "its fork's rules"),
         "trainer.micro_batch_tokens": (12288, "one whole sequence, prompt and answer"),
+        "trainer.packing": ("packed", "as verl's run: its kernels know where the sequences of a row begin"),
+        "trainer.megatron.micro_batch": (None, "verl packs by tokens"),
         "trainer.weight_decay": (0.01, "as verl's run"),
         "trainer.beta2": (0.999, "as verl's run"),
         "algorithm.num_prompts": (8, "as verl's run"),
