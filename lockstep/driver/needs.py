@@ -18,8 +18,8 @@ from lockstep.topology.catalogue import hardware
 from lockstep.topology.records import Hardware
 
 SAME_MEMORY = 0.9
-"""A device counts as of a kind if it has at least this share of its memory: labels are decimal or binary, and drivers
-keep some. It tells an H100 from an H200, which are of one architecture."""
+"""A device counts as of a kind if the smaller of their memories is at least this share of the larger: labels are
+decimal or binary, and drivers keep some. It tells an H100 from an H200, which are of one architecture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,9 @@ def _is_kind(kind: Hardware, profile: Profile) -> tuple[bool, str]:
     gpu = profile.gpus[0]
     arch = architecture_of(gpu)
     found = f"{gpu.name} ({profile.vendor} {arch}, {gpu.memory_total_bytes / 1e9:.0f} GB)"
-    enough = kind.memory_bytes is None or gpu.memory_total_bytes >= SAME_MEMORY * kind.memory_bytes
-    return profile.vendor == kind.vendor and (not kind.arch or arch == kind.arch) and enough, found
+    memories = sorted((gpu.memory_total_bytes, kind.memory_bytes or gpu.memory_total_bytes))
+    same = memories[0] >= SAME_MEMORY * memories[1]
+    return profile.vendor == kind.vendor and (not kind.arch or arch == kind.arch) and same, found
 
 
 def architecture_of(gpu: Gpu) -> str:

@@ -307,7 +307,7 @@ def test_an_amd_gpu_is_chosen_by_torchs_name_for_it() -> None:
         (ON_AMD, "mi300x", False),  # another architecture
         (ON_AMD, "h200", False),
         (ON_H200, "h200", True),
-        (ON_H200, "h100", True),  # the same architecture and more memory
+        (ON_H200, "h100", False),  # the same architecture, and evidence would be of another device
         (ON_H200, "gb300", False),
         (PROFILE, "h200", False),
         (PROFILE, "cpu", True),
