@@ -8,8 +8,9 @@
     Inkling        keys and values of its global layers                                grows
                    a window in the other layers, states of convolutions in float32     per request
 
-Sources: vLLM ``v1/kv_cache_interface.py`` (MLA rows of 656 bytes in fp8_ds_mla; DeepSeek-V4 rows of 584), SGLang's pool
-configurator, transformers ``cache_utils.py`` and the models' own cache classes for the embedded engine.
+Sources: vLLM ``v1/kv_cache_interface.py`` (MLA rows of 656 bytes in fp8_ds_mla; DeepSeek-V4 rows of 584), transformers
+``cache_utils.py`` and the models' own cache classes for the embedded engine. What SGLang sums up for a token is its own
+(``sglang_pool.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 _FP8_MLA_SCALES = 4 * 4  # four float32 scales over a latent of 512
 _V4_ROW = 448 + 64 * 2 + 7 + 1  # fp8 latent, bf16 rope, scales, one byte of padding
 _FP8_INDEX_SCALE = 4
+_V4_PAGE = 256
+"""Tokens of a page of vLLM's with DeepSeek-V4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,24 @@ def _deepseek_v4(shape: ModelShape, engine: EngineLayout, tp: int) -> CacheCost:
     plain = _row(engine) * shape.head_dim
     row = plain if embedded or engine.kv_cache_dtype != "fp8" else _V4_ROW
     indexed = [ratio for ratio in shape.compress_ratios if ratio == 4]
-    compressed = sum(row / ratio for ratio in shape.compress_ratios if ratio)
-    per_token = compressed + len(indexed) * _index_row(shape, engine) / 4
+    compressed = sum(_paged(row, ratio, engine) for ratio in shape.compress_ratios if ratio)
+    per_token = compressed + len(indexed) * _paged(_index_row(shape, engine), 4, engine)
     # A compressor collects keys and gates in float32 until a window is whole; ratio-4 windows overlap, and so does the
     # indexer's own compressor.
     heavy = sum(ratio * 2 * shape.head_dim for ratio in shape.compress_ratios if ratio > 4)
     sparse = len(indexed) * 2 * 4 * 2 * 2 * (shape.head_dim + shape.indexer_head_dim)
     window = shape.sliding_window * row * shape.num_layers
     return CacheCost(per_token, window + BYTES["fp32"] * (heavy + sparse))
+
+
+def _paged(row: int, ratio: int, engine: EngineLayout) -> float:
+    """Bytes a token of rows that cover ``ratio`` tokens. vLLM's pages are of 256 tokens, and filled up to whole 576
+    bytes (512 of plain rows): vllm/models/deepseek_v4/attention.py: get_kv_cache_spec."""
+    if engine.engine != "vllm":
+        return row / ratio
+    tokens = max(engine.page_tokens or _V4_PAGE, ratio)
+    whole = 576 if engine.kv_cache_dtype == "fp8" else 512
+    return -(-tokens // ratio * row // whole) * whole / tokens
 
 
 def _inkling(shape: ModelShape, engine: EngineLayout, tp: int) -> CacheCost:

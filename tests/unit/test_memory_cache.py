@@ -36,6 +36,15 @@ def test_a_token_costs_what_the_models_layers_keep(name: str, dtype: Any, per_to
     assert cost.per_request == per_request
 
 
+def test_vllms_pages_of_deepseek_v4_are_filled_up() -> None:
+    """Of 256 tokens: 64 rows of 584 bytes in 65 · 576, two in 3 · 576, 64 index rows of 132 in 15 · 576; plain rows of
+    1024 bytes fill theirs, and index rows take 17 · 512."""
+    shape, engine = model_shape("deepseek-v4-flash"), EngineLayout(engine="vllm", kv_cache_dtype="fp8")
+    assert cache_cost(shape, engine).per_token == (21 * (65 + 15) + 20 * 3) * 576 / 256 == 3915
+    plain = cache_cost(shape, replace(engine, kv_cache_dtype="bf16")).per_token
+    assert plain == (21 * (64 * 1024 + 17 * 512) + 20 * 2 * 1024) / 256
+
+
 def test_tensor_parallel_divides_heads_and_never_a_latent() -> None:
     def per_token(name: str, tp: int) -> float:
         return cache_cost(model_shape(name), EngineLayout(engine="vllm", tp=tp)).per_token
