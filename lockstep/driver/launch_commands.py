@@ -287,7 +287,7 @@ def _layouts(job: Job) -> list[str]:
     if (train := job.train) is not None:
         etp = train.tp if train.etp is None else train.etp
         sizes = f"tp {train.tp} · pp {train.pp} · cp {train.cp} · ep {train.ep} · etp {etp}"
-        text = sizes if train.backend == "megatron" else f"replicate {train.replicate or 1}"
+        text = sizes if train.backend == "megatron" else f"replicate {train.replicate or 1} · ulysses {train.ulysses}"
         lines.append(f"  trainer   {train.backend}: {text}")
     if (engine := job.engine) is not None:
         sizes = f"tp {engine.tp} · pp {engine.pp} · dp {engine.dp} · ep {engine.ep}"

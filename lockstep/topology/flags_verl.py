@@ -74,8 +74,8 @@ _LAYOUT: dict[str, Row] = {
     f"{_A}fsdp_config.param_offload": Row("memory.offload_weights", _FSDP, boolean),
     f"{_A}fsdp_config.optimizer_offload": Row("memory.offload_optimizer", _FSDP, boolean),
     f"{_A}fsdp_config.fsdp_size": Row("launch.fsdp_size", _FSDP, integer),
-    f"{_A}ulysses_sequence_parallel_size": Row("launch.ulysses", "actor/dp_actor.yaml", integer),
-    f"{_A}fsdp_config.ulysses_sequence_parallel_size": Row("launch.ulysses", _FSDP, integer),
+    f"{_A}ulysses_sequence_parallel_size": Row("train.ulysses", "actor/dp_actor.yaml", integer),
+    f"{_A}fsdp_config.ulysses_sequence_parallel_size": Row("train.ulysses", _FSDP, integer),
 }
 
 _TRANSFORMER = f"{_M}override_transformer_config."

@@ -25,7 +25,20 @@ Settings = dict[str, Any]
 MAX_DEVICES = 1 << 16
 NODES_ASSUMED = "the number of nodes is not known: 1 assumed (--nodes states it)"
 _SIZES = (
-    *("nodes", "gpus_per_node", "rollout_gpus", "gpus_per_engine", "tp", "pp", "cp", "ep", "etp", "dp", "replicate"),
+    *(
+        "nodes",
+        "gpus_per_node",
+        "rollout_gpus",
+        "gpus_per_engine",
+        "tp",
+        "pp",
+        "cp",
+        "ep",
+        "etp",
+        "dp",
+        "replicate",
+        "ulysses",
+    ),
     *("virtual_stages", "first_stage_layers", "last_stage_layers", "prefill_cp", "decode_cp", "attention_cp", "moe_dp"),
 )
 
@@ -129,7 +142,7 @@ def _layout(program: Program, settings: Settings, model: KnownModel | None, assu
     if program.project == "verl" and values.get("tp", 1) == 1:
         values["sequence_parallel"] = False  # verl turns it off itself where tp is 1
     if values["backend"] == "fsdp":
-        keep = ("backend", "replicate", "vocab_divisor")
+        keep = ("backend", "replicate", "ulysses", "vocab_divisor")
         return TrainLayout(**{name: value for name, value in values.items() if name in keep})
     if program.project == "megatron":
         switches.setdefault("moe_linear_bias", True)  # Megatron's own default, off by --disable-bias-linear

@@ -146,8 +146,9 @@ class MegatronSwitches:
 class TrainLayout:
     """How the trainer's ranks share the model. tp, pp, cp, ep, etp: tensor, pipeline, context, expert and
     expert-tensor parallel size (etp None: Megatron's default, equal to tp). ``replicate``: FSDP's outer data-parallel
-    size (None: 1). ``virtual_stages``: chunks per pipeline rank. Pipeline splits: even, or ``first_stage_layers`` and
-    ``last_stage_layers``, or ``stage_layers`` for every stage in order."""
+    size (None: 1); ``ulysses``: FSDP ranks that share a sequence (verl). ``virtual_stages``: chunks per pipeline rank.
+    Pipeline splits: even, or ``first_stage_layers`` and ``last_stage_layers``, or ``stage_layers`` for every stage in
+    order."""
 
     backend: Backend = "fsdp"
     tp: int = 1
@@ -156,6 +157,7 @@ class TrainLayout:
     ep: int = 1
     etp: int | None = None
     replicate: int | None = None
+    ulysses: int = 1
     virtual_stages: int | None = None
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None

@@ -202,7 +202,7 @@ def _choices(*values: Any) -> Callable[[Job, Any], Iterable[Any]]:
 
 
 _DOMAINS: dict[str, Callable[[Job, Any], Iterable[Any]]] = {
-    **dict.fromkeys(("tp", "pp", "cp", "ep", "replicate", "optimizer_instances"), _axis),
+    **dict.fromkeys(("tp", "pp", "cp", "ep", "replicate", "ulysses", "optimizer_instances"), _axis),
     "etp": lambda job, now: (*divisors(max(1, job.train_world)), None),
     **dict.fromkeys(("gpus_per_engine", "dp", "moe_dp", "attention_cp", "decode_cp", "prefill_cp"), _engine_size),
     "moe_dense_tp": _choices(1, None),

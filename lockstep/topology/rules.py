@@ -128,7 +128,7 @@ def data_parallel(job: Job) -> int:
     """Data-parallel size of the trainer; at least 1, also where the grid does not come out whole."""
     train = train_of(job)
     if train.backend == "fsdp":
-        return max(1, job.train_world)
+        return max(1, job.train_world // train.ulysses)
     return max(1, job.train_world // (train.tp * train.pp * train.cp))
 
 

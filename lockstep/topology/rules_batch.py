@@ -125,7 +125,7 @@ def batch_uneven(job: Job) -> str | None:
 def sample_length(job: Job) -> str | None:
     """A sample longer than the token budget is a micro-batch of its own, and samples that are padded have no budget:
     memory is planned for the length."""
-    batch, cp = batch_of(job), train_of(job).cp
+    batch, cp = batch_of(job), train_of(job).cp * train_of(job).ulysses
     if batch.max_tokens_per_gpu is None or batch.response_tokens is None:
         return None
     longest, budget = (batch.prompt_tokens or 0) + batch.response_tokens, batch.max_tokens_per_gpu * cp
@@ -134,7 +134,8 @@ def sample_length(job: Job) -> str | None:
         return f"{each} padded sample(s) of up to {longest} tokens a micro-batch: max_tokens_per_gpu has no effect"
     if longest <= budget:
         return None
-    text = f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu} · cp {cp}"
+    shared = "ulysses" if train_of(job).backend == "fsdp" else "cp"
+    text = f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu} · {shared} {cp}"
     verl = train_of(job).switches.implementation == "verl"
     return text + (": verl stops at the first one" if verl else ": it is a micro-batch of its own")
 

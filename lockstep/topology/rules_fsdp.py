@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.topology.records import Job
-from lockstep.topology.rules import Changes, rule, train_of
+from lockstep.topology.rules import Changes, batch_of, rule, train_of
 
 MILES = "miles miles/backends/fsdp_utils/arguments.py: validate_hybrid_shard_args"
 PYTORCH = "PyTorch torch/distributed/fsdp/_fully_shard: fully_shard over a mesh (replicate, shard)"
@@ -26,6 +26,31 @@ def fsdp_cp(job: Job) -> str | None:
     """FSDP has no context parallelism."""
     cp = train_of(job).cp
     return f"cp {cp} with the fsdp back end: it needs cp 1" if cp != 1 else None
+
+
+VERL = "verl verl/workers/engine/fsdp/transformer_impl.py; verl/models/transformers/monkey_patch.py"
+
+
+@rule("fsdp-ulysses", source=VERL, needs="fsdp", knobs=("train.ulysses",))
+def fsdp_ulysses(job: Job) -> str | None:
+    """Ranks that share a sequence divide the trainer's ranks and the attention heads; of them and the key/value heads
+    one divides the other."""
+    size, world, model = train_of(job).ulysses, job.train_world, job.model
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    wrong = {
+        f"{world} ranks": world % size,
+        f"{heads} attention heads": heads % size,
+        f"{kv_heads} key/value heads": model.attention == "gqa" and kv_heads % size and size % kv_heads,
+    }
+    there = [text for text, rest in wrong.items() if rest]
+    return f"ulysses {size} does not divide {', '.join(there)}" if there else None
+
+
+@rule("fsdp-ulysses-packing", source=VERL, needs="fsdp batch", knobs=("batch.packing", "train.ulysses"))
+def fsdp_ulysses_packing(job: Job) -> str | None:
+    """Sequences are shared among ranks without padding only."""
+    shared = train_of(job).ulysses > 1 and not batch_of(job).packing
+    return f"ulysses {train_of(job).ulysses} with padded sequences (use_remove_padding off)" if shared else None
 
 
 def no_megatron_axes(job: Job) -> list[Changes]:

@@ -6,7 +6,7 @@ from lockstep.topology.records import Job
 from lockstep.topology.repairs import divisors
 from lockstep.topology.rules import Changes, engine_of, fast_gpus, plain_sizes, rule, train_of
 
-_TRAIN = "tp pp cp ep etp replicate virtual_stages vocab_divisor"
+_TRAIN = "tp pp cp ep etp replicate ulysses virtual_stages vocab_divisor"
 _ENGINE = (
     "gpus_per_engine tp pp dp ep prefill_cp decode_cp attention_cp moe_dp moe_dense_tp page_tokens max_running_requests"
 )

@@ -183,10 +183,11 @@ def micro_batch_tokens(job: Job) -> tuple[int, bool]:
     """
     batch, layout = job.batch, job.train or TrainLayout()
     length = sequence_tokens(job)
-    alone = -(-length * ((batch.micro_batch if batch else None) or 1) // layout.cp) if length is not None else None
+    shares = layout.cp * layout.ulysses  # ranks that share a sequence
+    alone = -(-length * ((batch.micro_batch if batch else None) or 1) // shares) if length is not None else None
     budget = batch.max_tokens_per_gpu if batch else None
     if budget and (batch is None or batch.packing or layout.backend == "fsdp" or alone is None):
-        longest = -(-length // layout.cp) if length is not None else 0
+        longest = -(-length // shares) if length is not None else 0
         return max(budget, longest), True
     return (alone, True) if alone is not None else (ASSUMED_TOKENS, False)
 
@@ -215,9 +216,10 @@ def num_micro_batches(job: Job) -> int | None:
         return None
     layout = job.train or TrainLayout()
     samples = batch.global_batch or -(-batch.num_prompts * batch.group_size // batch.optimizer_steps)
-    replicas = max(1, job.train_world // (layout.tp * layout.pp * layout.cp))
+    shares = layout.cp * layout.ulysses
+    replicas = max(1, job.train_world // (layout.tp * layout.pp * shares))
     tokens, _ = micro_batch_tokens(job)
-    return max(1, -(-samples * length // (replicas * layout.cp * tokens)))
+    return max(1, -(-samples * length // (replicas * shares * tokens)))
 
 
 def _gathered(job: Job, held: StageMemory, shards: str) -> MemoryItem:

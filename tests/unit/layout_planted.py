@@ -368,6 +368,12 @@ SWITCHES = [
 
 FSDP = [
     Planted("fsdp-replicate", fsdp(replicate=3), "replicate 3 → 2 or 4"),
+    Planted("fsdp-ulysses", fsdp(gpus=8, ulysses=3), "ulysses 3 → 2 or 4"),
+    Planted(
+        "fsdp-ulysses-packing",
+        fsdp(gpus=8, ulysses=4, batch={"packing": False}),
+        "packing off → on",
+    ),
     Planted("fsdp-cp", fsdp(cp=2), "cp 2 → 1"),
     Planted("fsdp-axes", fsdp(tp=2), "tp 2 → 1; or backend fsdp → megatron"),
     Planted("fsdp-no-experts", fsdp(ep=2), "ep 2 → 1"),

@@ -70,6 +70,25 @@ def test_of_a_trainer_that_is_not_known_the_engine_alone_is_judged(chosen: str, 
     assert "flag-inert" not in severities(verdict)
 
 
+def ulysses(size: int, more: str = "") -> str:
+    return VERL.replace("train_batch_size=64", "train_batch_size=4").replace(
+        "mini_batch_size=64", "mini_batch_size=4"
+    ) + (
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size} "
+        f"actor_rollout_ref.model.use_remove_padding=True {more}\n"
+    )
+
+
+def test_ranks_that_share_a_sequence_are_no_data_parallel_ranks(tmp_path: Path) -> None:
+    """The option was read and had no effect: four samples a step on eight ranks were refused."""
+    alone, shared = judged(tmp_path, ulysses(1)), judged(tmp_path, ulysses(4))
+    assert severities(alone)["batch-ranks"] == "error"
+    assert not {"batch-ranks", "batch-uneven"} & severities(shared).keys()
+    assert message(judged(tmp_path, ulysses(3)), "fsdp-ulysses").startswith("ulysses 3 does not divide 8 ranks")
+    padded = judged(tmp_path, ulysses(4, "actor_rollout_ref.model.use_remove_padding=False"))
+    assert severities(padded)["fsdp-ulysses-packing"] == "error"
+
+
 # --- a model that is not known ----------------------------------------------------------------------------------------
 
 
