@@ -1,13 +1,14 @@
 """``lockstep plan RECIPE --compare OTHER``: what two plans differ in, with the reasons, and what that costs.
 
 first, second ──overlay_rows──► settings that differ, each side's reason
-              ──plan_memory───► phases and items that differ, largest first
+              ──plan_memory───► phases and items that differ, largest first; which fractions fit, and why
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.config.load import ResolvedConfig
@@ -15,6 +16,7 @@ from lockstep.driver.plan_commands import EXIT_DONE, EXIT_FAILED, RecipePlan, he
 from lockstep.driver.recipe_commands import overlay_rows
 from lockstep.recipes.overlays import variants_of
 from lockstep.topology.memory import compare_plans
+from lockstep.topology.memory_explain import explain_fractions
 from lockstep.topology.memory_records import MemoryPlan
 
 
@@ -51,7 +53,16 @@ def _lines(
         lines.append(f"  {key}")
         lines += [f"    {n}: {json.dumps(s['value'])}  ({s['why']})" for n, s in zip(names, sides, strict=True)]
     compared = compare_plans(plans[0].memory, plans[1].memory).splitlines()[1:]
-    return [*lines, "", f"memory, {names[0]} → {names[1]}:", *(f"  {line}" for line in compared)]
+    lines += ["", f"memory, {names[0]} → {names[1]}:", *(f"  {line}" for line in compared)]
+    if why := _why(plans, names):
+        lines += ["", "what fits:", *(f"  {line}" for line in why)]
+    return lines
+
+
+def _why(plans: Sequence[RecipePlan], names: Sequence[str]) -> list[str]:
+    """What fractions and offload of two jobs leave free, where their memory differs."""
+    before, after = (replace(plan.job, name=name) for name, plan in zip(names, plans, strict=True))
+    return explain_fractions(before, after) if plans[0].memory.phases != plans[1].memory.phases else []
 
 
 def _data(plans: Sequence[RecipePlan], names: Sequence[str], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
@@ -62,6 +73,7 @@ def _data(plans: Sequence[RecipePlan], names: Sequence[str], rows: Mapping[str, 
         },
         "settings": {key: dict(zip(names, sides, strict=True)) for key, sides in rows.items()},
         "memory": compare_plans(plans[0].memory, plans[1].memory).splitlines()[1:],
+        "what_fits": _why(plans, names),
     }
 
 

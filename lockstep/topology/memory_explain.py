@@ -19,19 +19,24 @@ _GROUPS = ("train", "memory", "engine", "batch")
 
 
 def explain_settings(before: Job, after: Job) -> str:
-    """What differs between two jobs and what their plans say about it, for a terminal.
-
-    The settings that differ; for each job what its engine's fraction takes, its fullest phase and the fractions that
-    fit, with its offload of optimizer states and without; ``after`` at each tenth from its own fraction to that of
-    ``before``; and, in the lines that begin with "so", whether the plan asks for the other fraction.
-    """
+    """The settings that differ between two jobs, and ``explain_fractions``, for a terminal."""
     lines = [f"{before.name} → {after.name}"]
     lines += [f"  {line}" for line in _differences(before, after)] or ["  no setting differs"]
+    return "\n".join([*lines, *explain_fractions(before, after)])
+
+
+def explain_fractions(before: Job, after: Job) -> list[str]:
+    """What two plans say about their engines' fractions and their offload.
+
+    For each job what its fraction takes, its fullest phase and the fractions that fit, with its offload of optimizer
+    states and without; ``after`` at each tenth from its own fraction to that of ``before``; and, in the lines that
+    begin with "so", whether the plan asks for the other fraction.
+    """
+    lines = []
     for job in (before, after):
         lines.append(f"{job.name}: {_taken(job)}; {_fitting(job)}{_needed(job)}")
         lines += [f"  {line}" for line in _without_offload(job)]
-    lines += _fractions_between(before, after)
-    return "\n".join(lines)
+    return [*lines, *_fractions_between(before, after)]
 
 
 def fractions_that_fit(job: Job) -> tuple[float, float] | None:
@@ -145,15 +150,23 @@ def _fractions_between(before: Job, after: Job) -> Iterator[str]:
         share = round(now + (was - now) * step / steps, 2)
         plan = plan_memory(_with_fraction(after, share))
         yield f"{after.name} at {share:g}: {plan.kv_tokens or 0:,} tokens; {_fullness(plan)}"
-    least = fractions_that_fit(_plain(after))
-    if after.memory.optimizer_offload_fraction and not _misfit(after) and (least is None or now < least[0]):
-        needed = "nothing would do" if least is None else f"{least[0]:g} is the least"
-        wrong = _misfit(_plain(after)) or "no phase of it fits"
-        yield f"so {now:g} is there for {after.name} because of the offload: without it {needed} ({wrong})"
+    yield from _owed_to_the_offload(before)
+    yield from _owed_to_the_offload(after)
     if wrong := _misfit(_with_fraction(after, was)):
         yield f"so {was:g} does not fit {after.name}: {wrong}"
     else:
         yield f"so {was:g} fits {after.name} too: nothing that is counted asks for {now:g}"
+
+
+def _owed_to_the_offload(job: Job) -> Iterator[str]:
+    """That a job's fraction would be too small without its offload."""
+    share, plain = _fraction(job), _plain(job)
+    if share is None or not job.memory.optimizer_offload_fraction or _misfit(job):
+        return
+    wrong, least = _misfit(plain), fractions_that_fit(plain)
+    if wrong and (least is None or share < least[0]):
+        needed = "none would do" if least is None else f"{least[0]:g} is the least"
+        yield f"so {share:g} is there for {job.name} because of the offload: without it {needed} ({wrong})"
 
 
 def _fraction(job: Job) -> float | None:

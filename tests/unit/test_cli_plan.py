@@ -220,9 +220,14 @@ def test_two_plans_are_compared_by_settings_reasons_and_items(
     assert "    parity: 0.7  (" in text
     assert "memory, deepseek-v4-flash → parity:\n  generate (shared): " in text
     assert "      engine key/value cache: " in text
+    # Why: the offload of the optimizer's states, which both have, makes the smaller fraction possible.
+    assert "what fits:\n  deepseek-v4-flash: 0.5 of " in text
+    assert "  so 0.5 is there for deepseek-v4-flash because of the offload: without it 0.56 is the least" in text
+    assert "  so 0.5 fits parity too: nothing that is counted asks for 0.7" in text
     assert run(monkeypatch, *arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["trainer.layout.tp"]["parity"]["value"] == 8
+    assert any("it frees 82.8 GB" in line for line in found["what_fits"])
     caches = {
         name: next(phase["items"]["engine key/value cache"] for phase in one["phases"] if phase["phase"] == "generate")
         for name, one in found["plans"].items()
