@@ -106,12 +106,12 @@ def attribute(
 def stale_refit(
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", metavar="DIR", help="A new folder for its two runs."),
+        typer.Option("--run-dir", metavar="DIR", help="A new folder for its run."),
     ] = None,
 ) -> None:
     """A weight update that silently drops a layer: caught by the receipt, or else by the gate and named.
 
-    Takes a minute or two on two cores. The fault is planted by the demo; exits 1 if it is not caught.
+    Takes about a minute on two cores. The fault is planted by the demo; exits 1 if it is not caught.
     """
     from lockstep.demo import stale_refit as run
 

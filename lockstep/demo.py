@@ -2,7 +2,8 @@
 
 The quickstart's model is trained for a few steps. From the refit after step 3 on, the demo replaces one layer's tensors
 on their way into the engine by the engine's own old ones: the fault is planted here, around the receiver, and the
-product has no switch for it. It happens twice: with every refit verified, and with verification off.
+product has no switch for it. That refit is verified, and refused. Then the demo does what a run without verification
+does: the same refit again, unverified, and the next step. One run tells both, because verifying changes no weight.
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from lockstep import loop
+from lockstep.driver.assembly import Parts
 from lockstep.driver.evidence import from_run
 from lockstep.driver.parity_commands import attribute_evidence, print_attribution
 from lockstep.loop import EXIT_GATE, train
-from lockstep.metrics.run_folder import RunFolderError
+from lockstep.metrics.run_folder import RunFolder, RunFolderError
 from lockstep.metrics.sinks import read_jsonl
 from lockstep.model.gguf_files import parsed_once
 from lockstep.parity.attribute import Attribution
 from lockstep.recipes import load_recipe
 from lockstep.records import Problem, Score
-from lockstep.refit.transaction import RefitError
+from lockstep.refit.transaction import Receipt, RefitError
 from lockstep.rollout.receiver import TorchReceiver
 
 LAYER = "model.layers.11"
 STALE_STEP = 3
+NEVER = 1000
 NUM_GOOD_REFITS = STALE_STEP + 1  # other weights, the first policy's, and one after each step before
 FACTORS = ("prefill", "fast-path-off", "packing-single", "load")
 SETTINGS = (
@@ -38,7 +42,7 @@ SETTINGS = (
     f"steps={STALE_STEP + 1}",
     "algorithm.num_prompts=2",
     "algorithm.group_size=4",
-    "rollout.max_new_tokens=12",
+    "rollout.max_new_tokens=8",
     "eval.num_problems=1",
     "checkpoint.every=100",
     # So few samples are seldom right: a reward with many values moves the weights at each step all the same.
@@ -47,6 +51,7 @@ SETTINGS = (
     "trainer.dtype='float32'",
     "rollout.dtype='float32'",
     "gate.bounds=[{bound=1e-3, dtype='float32', shown=true, evidence='float32 on both sides: 3e-6 here'}]",
+    "gate.min_tokens=8",  # of eight rollouts: an answer may be a single token
     "trainer.learning_rate=1e-4",
     "trainer.schedule='constant'",
     "trainer.warmup_steps=0",
@@ -81,6 +86,31 @@ def layer_dropped(layer: str, after: int) -> Iterator[None]:
         TorchReceiver.receive = original
 
 
+@contextmanager
+def refused_then_unverified(refused: list[RefitError]) -> Iterator[None]:
+    """While the block runs, a refit that is refused after ``STALE_STEP`` is told, added to ``refused`` and done again
+    without verification, so that the run goes on as one that does not verify."""
+    original = loop.refit
+
+    def refit(parts: Parts, folder: RunFolder, step: int) -> Receipt:
+        try:
+            return original(parts, folder, step)
+        except RefitError as error:
+            if step != STALE_STEP:
+                raise
+            refused.append(error)
+            _tell(f"The receipt refuses it before a token is sampled from it, and a run ends here:\n  {error}")
+            _tell(f"2. Without verification (refit.verify_every={NEVER}): the same refit again, and step {step + 1}.")
+            never = parts.config.refit.model_copy(update={"verify_every": NEVER})
+            return original(replace(parts, config=parts.config.model_copy(update={"refit": never})), folder, step)
+
+    loop.refit = refit
+    try:
+        yield
+    finally:
+        loop.refit = original
+
+
 @dataclass(frozen=True, slots=True)
 class Story:
     """What the demo trains, and the layer that a refit drops after ``STALE_STEP``."""
@@ -104,39 +134,29 @@ def stale_refit(run_dir: Path | None = None, story: Story | None = None) -> int:
         f"{story.recipe}, {STALE_STEP + 1} steps. The refit after step {STALE_STEP} drops {story.layer}: the engine "
         "keeps that layer's old weights, every call succeeds, no error is raised."
     )
+    _tell(f"1. That refit is verified (refit.verify_every={STALE_STEP}).")
+    refused: list[RefitError] = []
     with parsed_once():
-        caught = _with_verification(folder / "verified", story)
-        gc.collect()  # models lie in reference cycles: without this, those of both runs would be in memory together
-        result = _without_verification(folder / "unverified", story)
+        with layer_dropped(story.layer, after=NUM_GOOD_REFITS), refused_then_unverified(refused):
+            code = train(load_recipe(story.recipe, [*story.settings, f"refit.verify_every={STALE_STEP}"]), folder)
+        caught = len(refused) == 1 and story.layer in str(refused[0])
+        if not refused:
+            _tell("No refit was refused: the fault was NOT caught by the receipt.")
+        gc.collect()  # models lie in reference cycles: without this, run and search would both be in memory
+        result = _searched(folder, code)
     if result is None:
         return 1
     named = result.refined.get("load") == frozenset({f"load:{story.layer}"})
     _tell(
         f"Caught by the receipt: {_yes(caught)}. Stopped by the gate: yes. Layer named: {_yes(named)}. "
-        f"{time.perf_counter() - started:.0f} s; look at {folder / 'unverified' / 'report.html'}, or search yourself:\n"
-        f"  lockstep parity attribute {folder / 'unverified'}"
+        f"{time.perf_counter() - started:.0f} s; look at {folder / 'report.html'}, or search yourself:\n"
+        f"  lockstep parity attribute {folder}"
     )
     return 0 if caught and named else 1
 
 
-def _with_verification(run_dir: Path, story: Story) -> bool:
-    """The run whose every refit compares the engine's live tensors with the trainer's."""
-    _tell("1. Every refit is verified (refit.verify_every=1).")
-    try:
-        with layer_dropped(story.layer, after=NUM_GOOD_REFITS):
-            train(load_recipe(story.recipe, [*story.settings, "refit.verify_every=1"]), run_dir)
-    except RefitError as error:
-        _tell(f"The receipt refuses it before a token is sampled from it:\n  {error}")
-        return story.layer in str(error)
-    _tell("No refit was refused: the fault was NOT caught by the receipt.")
-    return False
-
-
-def _without_verification(run_dir: Path, story: Story) -> Attribution | None:
-    """The run that must notice by the log-probs alone, and the search for the cause in what it left behind."""
-    _tell("2. The same with verification off (refit.verify_every=1000): the receipt says 'not checked'.")
-    with layer_dropped(story.layer, after=NUM_GOOD_REFITS):
-        code = train(load_recipe(story.recipe, [*story.settings, "refit.verify_every=1000"]), run_dir)
+def _searched(run_dir: Path, code: int) -> Attribution | None:
+    """What the gate said, and the search for the cause in what the run left behind; None if the gate did not stop."""
     row = read_jsonl(run_dir / "metrics.jsonl")[-1]
     metric, bound = row["agreement/metric"], row["agreement/bound"]
     measured = f"{metric} {row[f'agreement/{metric}']:.3g}, bound {bound:.3g}"
@@ -144,7 +164,6 @@ def _without_verification(run_dir: Path, story: Story) -> Attribution | None:
         _tell(f"The gate did NOT stop it: {measured}.")
         return None
     _tell(f"The gate stops it at step {row['step']}, before the optimizer moves: {measured}.")
-    gc.collect()
     _tell(f"Which of {', '.join(FACTORS)} is it? The batch is scored again under each:")
     result, told = attribute_evidence(from_run(run_dir), FACTORS)
     print_attribution(result)

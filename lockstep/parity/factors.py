@@ -108,7 +108,8 @@ def reload_factor(name: str, says: str, prefixes: tuple[str, ...], parts: tuple[
 
 
 def _load_factor(bench: Bench) -> Factor:
-    """All weights loaded afresh instead of refitted; its parts are the layers and what lies around them."""
+    """All weights loaded afresh instead of refitted; its parts are the layers and what lies around them, as far as the
+    engine served anything else there: loading the same again can't matter and is not worth a run."""
     groups: dict[str, list[str]] = {}
     for name in bench.model.state_dict():
         layer = _LAYER.match(name)
@@ -117,6 +118,7 @@ def _load_factor(bench: Bench) -> Factor:
         # A layer is a prefix that ends in a dot: "layers.1." and not "layers.1", which would be layer 10 as well.
         reload_factor(f"load:{group}", "the same of this part alone", (group if names == [group] else f"{group}.",))
         for group, names in groups.items()
+        if not bench.served.keys().isdisjoint(names)
     )
     return reload_factor("load", "all weights loaded from the trainer, not refitted", ("",), parts)
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.demo import STALE_STEP, Story, layer_dropped, share_of_digits, stale_refit
+from lockstep.demo import NUM_GOOD_REFITS, STALE_STEP, Story, layer_dropped, share_of_digits, stale_refit
+from lockstep.loop import EXIT_GATE, train
 from lockstep.metrics.run_folder import RunFolderError
 from lockstep.metrics.sinks import read_jsonl
+from lockstep.recipes import load_recipe
 from lockstep.records import Problem
 from lockstep.rollout.receiver import TorchReceiver
-from tests.e2e.conftest import SMALL, command
+from tests.e2e.conftest import SMALL, command, stable_rows
 
 TINY = Story("tiny-qwen3-moe", (*SMALL, "trainer.learning_rate=0.01"), "model.layers.1")
 
@@ -25,9 +27,21 @@ def test_the_story_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "The gate stops it at step" in out
     assert "of it load:model.layers.1 is enough" in out
     assert "Caught by the receipt: yes. Stopped by the gate: yes. Layer named: yes." in out
-    last = read_jsonl(tmp_path / "demo" / "unverified" / "refits.jsonl")[-1]
+    *before, refused, last = read_jsonl(tmp_path / "demo" / "refits.jsonl")
+    assert refused["step"] == last["step"] == STALE_STEP
+    assert "model.layers.1." in str(refused["error"])
     assert {claim["status"] for claim in last["claims"]} == {"not checked"}  # pyright: ignore
-    assert read_jsonl(tmp_path / "demo" / "verified" / "metrics.jsonl")[-1]["step"] < STALE_STEP + 1  # pyright: ignore
+    assert not any("error" in receipt for receipt in before)
+    assert read_jsonl(tmp_path / "demo" / "metrics.jsonl")[-1]["step"] == STALE_STEP + 1
+
+
+def test_after_the_refusal_it_is_the_run_that_never_verified(tmp_path: Path) -> None:
+    """One run tells both halves of the story; the second is to be what a run of its own would be."""
+    stale_refit(tmp_path / "demo", TINY)
+    with layer_dropped(TINY.layer, after=NUM_GOOD_REFITS):
+        code = train(load_recipe(TINY.recipe, [*TINY.settings, "refit.verify_every=1000"]), tmp_path / "plain")
+    assert code == EXIT_GATE
+    assert stable_rows(tmp_path / "demo") == stable_rows(tmp_path / "plain")
 
 
 def test_without_the_fault_the_demo_fails(

@@ -491,6 +491,12 @@ def test_interacting_faults_are_told_as_such(monkeypatch: Patch) -> None:
     assert "load:model.layers.4 is enough" in text
 
 
+def test_only_layers_that_were_served_otherwise_are_worth_a_run(monkeypatch: Patch) -> None:
+    for bench, parts in ((stale_layer(monkeypatch), ["load:model.layers.4"]), (make_bench(), [])):
+        load = next(factor for factor in builtin_factors(bench) if factor.name == "load")
+        assert [part.name for part in load.parts] == parts
+
+
 def test_factors_are_chosen_by_name_and_unknown_ones_are_refused() -> None:
     available = builtin_factors(make_bench())
     chosen = choose_factors(available, ["buffers", "FAST=0", "load"])
