@@ -70,9 +70,10 @@ def claim_derived(receiver: WeightReceiver) -> Claim:
     if stale := [report for report in reports if report.num_changed]:
         detail = "; ".join(f"{one.entry}: {one.num_changed} of {one.num_states} differ {one.detail}" for one in stale)
         return Claim("derived", "failed", detail)
-    if not reports:
+    looked_at = [report for report in reports if report.num_states]
+    if not looked_at:
         return Claim("derived", "not checked", "this engine has no registered derived state")
-    return Claim("derived", "held", ", ".join(f"{one.entry} {one.num_states}" for one in reports))
+    return Claim("derived", "held", ", ".join(f"{one.entry} {one.num_states}" for one in looked_at))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

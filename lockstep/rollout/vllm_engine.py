@@ -20,7 +20,7 @@ from typing import Any, Literal
 from lockstep.hardware.freed_memory import device_count, not_freed
 from lockstep.interfaces import LogProbs
 from lockstep.records import GenerateRequest, Sequence
-from lockstep.rollout.queued_engine import QueuedEngine
+from lockstep.rollout.queued_engine import EngineUnfit, QueuedEngine
 from lockstep.rollout.vllm_hooks import ForcedTokens, LogitRule, RouteRecorder, has_batch, model_runner, served_model
 from lockstep.rollout.vllm_receiver import VllmReceiver
 from lockstep.rollout.vllm_scheduler import VllmScheduler
@@ -76,6 +76,7 @@ class VllmEngine(QueuedEngine):
         )
         self._receiver = VllmReceiver(self.llm, self, derived, settings.quantisation)
         self._asleep = 0
+        self._weights_away = False
 
     @classmethod
     def from_settings(cls, values: dict[str, Any], **options: Any) -> VllmEngine:
@@ -85,10 +86,12 @@ class VllmEngine(QueuedEngine):
     def score(self, sequences: Seq[Sequence], path: Literal["prefill", "decode"] = "prefill") -> dict[str, LogProbs]:
         """Log-probs of given tokens at the engine's temperature, by one prefill or token by token over the cache.
 
-        Raises EngineUnfit during or after a broken refit; ValueError for a sequence without tokens or longer than the
-        context; RuntimeError while requests are paused, since they would go on beside it.
+        Raises EngineUnfit during or after a broken refit, and asleep; ValueError for a sequence without tokens or
+        longer than the context; RuntimeError while requests are paused, since they would go on beside it.
         """
         self._check_whole()
+        if self._asleep and self._can_sleep:
+            raise EngineUnfit("the engine sleeps, its memory is given back: wake it first")
         for sequence in sequences:
             if not len(sequence.tokens):
                 raise ValueError(f"sequence {sequence.sequence_id} has no tokens to score")
@@ -108,6 +111,11 @@ class VllmEngine(QueuedEngine):
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
+    @property
+    def weights_away(self) -> bool:
+        """Whether it sleeps and the memory of its weights is given back: nothing can be loaded into them."""
+        return self._weights_away
+
     def sleep(self, level: Literal[1, 2] = 1) -> bool:
         """Give memory back: at level 1 the caches, with the weights moved to the host; at level 2 the weights as well,
         so that nothing is served after the wake until a refit commits, on every platform alike.
@@ -117,7 +125,10 @@ class VllmEngine(QueuedEngine):
         """
         self._vllm.requeue_running()
         self._pauses.add("caller")
+        if self._pauses & {"refit", "verify"}:
+            raise RuntimeError("a refit is not over: its weights would be given back under it")
         already, self._asleep = self._asleep, level
+        self._weights_away = self._can_sleep
         freed = self._can_sleep
         if freed:
             held = 0 if already else pausable_bytes()
@@ -139,6 +150,7 @@ class VllmEngine(QueuedEngine):
             raise RuntimeError("the engine does not sleep")
         if self._can_sleep:
             self.llm.wake_up(tags=tags)
+            self._weights_away &= tags is not None and "weights" not in tags
             if self.llm.llm_engine.is_sleeping():  # some of the tags are still to come
                 return
         self._asleep = 0

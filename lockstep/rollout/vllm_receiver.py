@@ -51,6 +51,15 @@ class DerivedState(Protocol):
         ...
 
 
+class VllmHost(RefitHost, Protocol):
+    """What this receiver asks its engine besides."""
+
+    @property
+    def weights_away(self) -> bool:
+        """Whether it sleeps and the memory of its weights is given back."""
+        ...
+
+
 class VllmReceiver:
     """``interfaces.WeightReceiver`` of an in-process ``vllm.LLM`` with one worker. One refit at a time.
 
@@ -59,7 +68,7 @@ class VllmReceiver:
     """
 
     def __init__(
-        self, llm: Any, host: RefitHost, derived: DerivedState | None, quantisation: Quantisation = "none"
+        self, llm: Any, host: VllmHost, derived: DerivedState | None, quantisation: Quantisation = "none"
     ) -> None:
         self._llm = llm
         self._quantisation: Quantisation = quantisation
@@ -95,6 +104,11 @@ class VllmReceiver:
         caches as they were (a wrong expert map is repaired first, since the loader's answers depend on it)."""
         if self._manifest is not None:
             raise RuntimeError(f"a refit to version {self._manifest.version} has begun and is not over")
+        if self._host.weights_away:
+            raise RefitRefused(
+                f"refit to version {manifest.version} refused: the engine sleeps and the memory of its weights is "
+                'given back; wake(["weights"]) comes first'
+            )
         if manifest.quantisation != self._quantisation:
             raise RefitRefused(
                 f"manifest of version {manifest.version} is quantised {manifest.quantisation!r}, this engine serves "

@@ -17,9 +17,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from lockstep.records import FinishReason, RouteArray
 from lockstep.rollout.scheduler import EngineStats, Running
-from lockstep.rollout.vllm_hooks import RouteRecorder
+from lockstep.rollout.vllm_hooks import RouteRecorder, model_runner
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -44,6 +47,8 @@ class VllmScheduler:
         self.decode_text = decode_text
         self.waiting: list[Running] = []
         self._engine: Any = llm.llm_engine
+        self._runner: Any = model_runner(llm)
+        self._not_finite = False  # what was computed since the cache was last clean held NaN
         self._params: Any = SamplingParams
         self._kinds: Any = RequestOutputKind
         self._num_slots = num_slots
@@ -73,6 +78,7 @@ class VllmScheduler:
 
     def step(self, admit: bool = True) -> None:
         """Hand over what fits, then one step of vLLM: at most one token for each request."""
+        self._clean_if_idle()
         if admit:
             room = self._num_slots - len(self._started)
             admitted, self.waiting = self.waiting[:room], self.waiting[room:]
@@ -113,6 +119,26 @@ class VllmScheduler:
         self._engine.reset_mm_cache()
         if hasattr(self._engine, "reset_encoder_cache"):
             self._engine.reset_encoder_cache()
+        self._clean()
+
+    def note_not_finite(self) -> None:
+        """Something that was computed is NaN, and so may be what it left in the cache: kernels that multiply the part
+        of a block that nobody has written by 0 would spread it to whoever gets the block, whatever the weights are."""
+        self._not_finite = True
+
+    def _clean_if_idle(self) -> None:
+        """Not beside other requests: they may read the very blocks."""
+        if self._not_finite and not self._started and self._engine.reset_prefix_cache():
+            self._clean()
+
+    def _clean(self) -> None:
+        """Zeros for what is not finite in a cache that nobody reads. Caches in fp8 are left: bytes to vLLM."""
+        if not self._not_finite:
+            return
+        for cache in tree_leaves(self._runner.kv_caches):
+            if cache.is_floating_point() and cache.element_size() > 1:
+                torch.nan_to_num_(cache, 0.0, 0.0, 0.0)
+        self._not_finite = False
 
     def fail_all(self, error: BaseException) -> None:
         """A step raised, or the weights are a mixture: every request gets the error."""
@@ -140,6 +166,7 @@ class VllmScheduler:
     ) -> list[tuple[Any, RouteArray | None]]:
         """Run requests to their end, beside whatever else has been started: vLLM's final output and expert ids
         [prompt + sampled − 1, L, K] of each. ``on_start(index, internal id)`` is called before the first step."""
+        self._clean_if_idle()
         names: list[str] = []
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
@@ -217,6 +244,7 @@ class VllmScheduler:
         for token, table in zip(piece.token_ids, piece.logprobs or (), strict=True):
             logprob = float(table[token].logprob)
             if not math.isfinite(logprob):
+                self.note_not_finite()
                 error = f"logits of sampled token {len(entry.tokens)} hold NaN or +Inf, or exclude every token"
                 self._finish(name, entry, "failed", error, abort=not output.finished)
                 return

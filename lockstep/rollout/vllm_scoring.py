@@ -43,6 +43,8 @@ class VllmScorer:
         if path == "decode":
             decoded = [one for one in sequences if starts[one.sequence_id] < len(one.tokens)]
             routes |= self._answers(decoded, starts, tables)
+        if any(np.isnan(logprobs[1:]).any() for logprobs, _ in tables.values()):
+            self._scheduler.note_not_finite()
         version = self._scheduler.version
         return {
             one.sequence_id: LogProbs(

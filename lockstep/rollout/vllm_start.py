@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -128,7 +130,8 @@ def start_llm(settings: VllmSettings, *, device: str | None = None) -> Any:
     """A ``vllm.LLM`` whose engine core and single worker live in this process.
 
     ``device`` ("cpu", "cuda"): what the run computes on; vLLM's builds are for one platform each. Raises
-    EngineUnavailable where they differ, or for an engine argument that the installed vLLM does not have.
+    EngineUnavailable where they differ, for an engine argument that the installed vLLM does not have, and where vLLM
+    raises, with what it said.
     """
     with _globals_kept():
         vllm = import_vllm()
@@ -146,13 +149,21 @@ def start_llm(settings: VllmSettings, *, device: str | None = None) -> Any:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         try:
             llm = vllm.LLM(**engine_arguments(settings, known, on_cpu=platform == "cpu"))
-        except ValueError as error:
-            if settings.quantisation == "none":
-                raise
-            raise EngineUnavailable(f"vLLM can't serve {settings.quantisation} weights here: {error}") from error
+        except EngineUnavailable:
+            raise
+        except Exception as error:  # it has no type of its own for what it can't do
+            what = f"{settings.quantisation} weights"
+            if settings.quantisation == "none":  # not by transformers: its classes give way to vLLM's own
+                described = json.loads((Path(settings.model_folder) / "config.json").read_text(encoding="utf-8"))
+                what = f"a model of type {described.get('model_type')}"
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:_CAUSE]}"
+            raise EngineUnavailable(f"vLLM can't serve {what} here: {cause}") from error
     _started.add(id(llm))
     return llm
 
+
+_CAUSE = 600
+"""Characters of vLLM's own words that are passed on."""
 
 _started: set[int] = set()
 """Engines of this process that were not stopped."""

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 
 from lockstep.interfaces import WeightSource
+from lockstep.model.adapter import num_experts, routers
 from lockstep.model.weights import ModelWeights
 from lockstep.records import Manifest, Sequence, TensorSpec
+from lockstep.refit.behaves import Behaviour
+from lockstep.refit.check import module_scores
 from lockstep.refit.names import as_checkpoint
+from lockstep.refit.probes import make_probes
 from lockstep.refit.transaction import Receipt, run_refit
 from lockstep.refit.transports import LocalTransport
 from tests.vllm.models import CONFIGS, greedy_tokens, start_engine, tiny_model
@@ -36,9 +40,31 @@ def weights(family: str, seed: int, version: int = 1) -> WeightSource:
     return as_checkpoint(ModelWeights(tiny_model(family, seed=seed), version))
 
 
-def refit(engine: Any, source: WeightSource, *, verify: bool = True) -> Receipt:
+def refit(engine: Any, source: WeightSource, *, verify: bool = True, behaves: Behaviour | None = None) -> Receipt:
     """One refit by the local transport."""
-    return run_refit(source, engine.receiver(), LocalTransport(), verify=verify)
+    return run_refit(source, engine.receiver(), LocalTransport(), verify=verify, behaves=behaves)
+
+
+def behaviour(engine: Any, family: str, seed: int) -> Behaviour:
+    """The check of the claim ``behaves`` against transformers' forward of the weights of ``seed``; it has scored the
+    engine as it is now."""
+    model = tiny_model(family, seed=seed)
+    probes = make_probes(
+        lambda sequences: module_scores(model, sequences),
+        vocab_size=99,
+        num_experts=num_experts(model) if routers(model) else 0,
+        context=64,
+    )
+    check = Behaviour(probes, engine.score, lambda sequences: module_scores(model, sequences), bound=BOUND)
+    check.before()
+    return check
+
+
+def assert_behaves(receipt: Receipt) -> None:
+    """Every claim of a verified refit held, with power."""
+    statuses = {claim.name: claim.status for claim in receipt.claims}
+    assert statuses.pop("transported") == "not checked", "one process"
+    assert set(statuses.values()) == {"held"}, receipt.claims
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from tests.vllm.refits import (
     BOUND,
     NUM_GREEDY,
     answers,
+    assert_behaves,
     assert_like_a_fresh_engine,
+    behaviour,
     close_references,
     loaded_from_disk,
     refit,
@@ -73,10 +75,14 @@ def test_experts_that_are_not_packed_again(engines: Any, family: str) -> None:
     without(engine, "moe_kernel_layout")
     refit(engine, weights(family, 3), verify=False)
     assert answers(engine).same_tokens(loaded_from_disk(family, 3)) < NUM_GREEDY // 2
-    with pytest.raises(RefitError, match=r"a claim failed: loaded: model\.layers\..*experts.*differ"):
-        refit(engine, weights(family, 3))
+    assert behaviour(engine, family, 3)().status == "failed"
+    before = behaviour(engine, family, 3)
+    with pytest.raises(RefitError, match=r"a claim failed: loaded: model\.layers\..*experts.*differ.*; behaves: "):
+        refit(engine, weights(family, 3), behaves=before)
     engine.receiver()._derived = registry()
-    receipt = refit(engine, weights(family, 3))
+    refit(engine, weights(family, 2))
+    receipt = refit(engine, weights(family, 3), behaves=behaviour(engine, family, 3))
+    assert_behaves(receipt)
     assert_like_a_fresh_engine(engine, family, 3)
     layers = 2 if family == "qwen3_moe" else 1
     assert report(receipt, "moe_kernel_layout").num_states == layers
@@ -109,7 +115,11 @@ def test_a_head_that_is_tied_to_the_embedding(engines: Any) -> None:
     engine.receiver()._derived = registry()
     (stale,) = [one for one in engine.receiver().derived() if one.entry == "tied_head"]
     assert stale.num_changed == 1
-    receipt = refit(engine, weights("llama", 3))
+    check = behaviour(engine, "llama", 3)
+    assert check().status == "failed"
+    check.before()
+    receipt = refit(engine, weights("llama", 3), behaves=check)
+    assert_behaves(receipt)
     assert report(receipt, "tied_head").num_changed == 1
     assert_like_a_fresh_engine(engine, "llama", 3)
     assert report(refit(engine, weights("llama", 3)), "tied_head").num_changed == 0, "nothing was stale"
@@ -131,12 +141,17 @@ def test_absorbed_projections_are_seen_by_decode_alone(engines: Any, monkeypatch
     stale, reference = answers(engine), loaded_from_disk("deepseek_v3", 3)
     assert stale.difference(reference, "prefill") <= BOUND, "prefill can't see it"
     assert stale.difference(reference, "decode") > 1e-2
+    failed = behaviour(engine, "deepseek_v3", 3)
+    assert failed().status == "failed"
+    assert failed.measured is not None
+    assert failed.measured.prefill_mean <= BOUND < failed.measured.decode_mean
     engine.receiver()._derived = registry()
     receipt = refit(engine, weights("deepseek_v3", 3))
     found = report(receipt, "mla_absorbed")
     assert (found.num_states, found.num_changed) == (2 * len(layers), 2 * len(layers))
     assert_like_a_fresh_engine(engine, "deepseek_v3", 3)
     assert [(layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr()) for layer in layers] == places
+    assert_behaves(refit(engine, weights("deepseek_v3", 2), behaves=behaviour(engine, "deepseek_v3", 2)))
 
 
 def test_rotary_tables_are_the_trainers_to_the_bit(engines: Any) -> None:
@@ -162,8 +177,12 @@ def test_rotary_tables_that_deep_sleep_lost(engines: Any) -> None:
         table.zero_()
     refit(engine, weights("qwen3_moe", 2), verify=False)
     assert answers(engine).difference(loaded_from_disk("qwen3_moe", 2), "prefill") > 1e-2
+    check = behaviour(engine, "qwen3_moe", 2)
+    assert check().status == "failed"
+    check.before()
     engine.receiver()._derived = registry()
-    receipt = refit(engine, weights("qwen3_moe", 2))
+    receipt = refit(engine, weights("qwen3_moe", 2), behaves=check)
+    assert_behaves(receipt)
     assert report(receipt, "rotary_cache").num_changed == len(tables)
     assert_like_a_fresh_engine(engine, "qwen3_moe", 2)
     engine.sleep(level=1)
@@ -192,7 +211,10 @@ def test_a_layout_applied_twice_or_not_at_all(engines: Any, monkeypatch: pytest.
         if found is not None
     }
     assert different == {name for name in sent if ".experts." in name}
-    refit(engine, weights("qwen3_moe", 3))
+    check = behaviour(engine, "qwen3_moe", 3)
+    assert check().status == "failed"
+    check.before()
+    assert_behaves(refit(engine, weights("qwen3_moe", 3), behaves=check))
     assert_like_a_fresh_engine(engine, "qwen3_moe", 3)
 
 

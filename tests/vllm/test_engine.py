@@ -13,7 +13,7 @@ import torch
 
 from lockstep.model.characters import CharacterTokenizer
 from lockstep.records import Completion
-from lockstep.refit.transaction import run_refit
+from lockstep.refit.transaction import RefitError, run_refit
 from lockstep.refit.transports import LocalTransport
 from lockstep.rollout import vllm_engine
 from lockstep.rollout.queued_engine import EngineError, EngineUnfit
@@ -283,6 +283,34 @@ def test_sleep_is_believed_by_the_devices_own_count(
     assert one.sleep(1) is freed
     assert one.sleep(1), "asleep already: there is nothing more to give back"
     one.wake()
+
+
+def test_a_sleeping_engine_is_neither_refitted_nor_scored_and_a_refit_is_not_slept_through(
+    new_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its weights have no memory then. A CPU gives nothing back, so vLLM's own calls are taken out here."""
+    one = new_engine()
+    version, asleep = one.version, [True]
+    monkeypatch.setattr(VllmEngine, "_can_sleep", True)
+    monkeypatch.setattr(vllm_engine, "pausable_bytes", lambda: 0)
+    monkeypatch.setattr(one.llm, "sleep", lambda level: None)
+    monkeypatch.setattr(one.llm, "wake_up", lambda tags: None)
+    monkeypatch.setattr(one.llm.llm_engine, "is_sleeping", lambda: asleep[0])
+    one.sleep(1)
+    with pytest.raises(RefitError, match="sleeps and the memory of its weights is given back"):
+        refit_to(one, seed=MODEL_SEED, version=5)
+    with pytest.raises(EngineUnfit, match="wake it first"):
+        one.score([])
+    assert one.version == version
+    one.wake(["weights"])
+    refit_to(one, seed=MODEL_SEED, version=6)
+    asleep[0] = False
+    one.wake(["kv_cache"])
+    assert run(one, [make_request("r", PROMPTS[0])])[0].finish_reason == "length"
+    one.refit_begun()
+    with pytest.raises(RuntimeError, match="a refit is not over"):
+        one.sleep(2)
+    one.refit_aborted("for the test")
 
 
 def test_scoring_is_refused_where_it_would_disturb_requests(engine: VllmEngine) -> None:

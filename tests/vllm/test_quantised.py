@@ -152,6 +152,34 @@ def test_a_layer_that_is_not_laid_out_again_fails_a_claim(engine: VllmEngine, mo
     assert all(claim.status != "failed" for claim in receipt.claims)
 
 
+def test_a_half_loaded_scale_is_named_by_the_registry_and_else_by_log_probs(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader writes the scales of v over those of k. It wrote as many values as it should, and a second load writes
+    the same: staging that starts as NaN tells."""
+    from vllm.model_executor.parameter import BlockQuantScaleParameter  # pyright: ignore[reportMissingImports]
+
+    run_refit(ModelWeights(model_of(0), 40), engine.receiver(), LocalTransport(), verify=True)
+    original = BlockQuantScaleParameter.load_qkv_weight
+
+    def astray(self: Any, loaded_weight: torch.Tensor, **where: Any) -> None:
+        if where["shard_id"] == "v":
+            where["shard_offset"] -= where["shard_size"]
+        original(self, loaded_weight, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockQuantScaleParameter, "load_qkv_weight", astray)
+        with pytest.raises(RefitError, match=r"fp8_layout: 2 tensors were loaded in part: .*qkv_proj.weight_scale_inv"):
+            run_refit(ModelWeights(model_of(5), 41), engine.receiver(), LocalTransport(), verify=False)
+        patch.setattr(engine.receiver(), "_derived", registry().without("fp8_layout"))
+        run_refit(ModelWeights(model_of(5), 42), engine.receiver(), LocalTransport(), verify=False)
+        found = engine.score(list(probes()), "prefill")
+        assert not all(np.isfinite(one.logprobs[1:]).all() for one in found.values())
+    receipt = run_refit(ModelWeights(model_of(5), 43), engine.receiver(), LocalTransport(), verify=True)
+    assert all(claim.status != "failed" for claim in receipt.claims)
+    assert np.abs(answers(engine).prefill - reference(5, dequantised=True)).mean() < NEAR, "no NaN stays in the cache"
+
+
 MOE = """
 from lockstep.rollout.vllm_start import EngineUnavailable
 from tests.vllm.test_quantised import model_of, start

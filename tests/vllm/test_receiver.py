@@ -18,13 +18,14 @@ from lockstep.refit.verify import claim_covered
 from lockstep.rollout.queued_engine import EngineUnfit
 from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.vllm_hooks import served_model
-from tests.vllm.models import greedy_tokens, registry, start_engine, tiny_model
+from tests.vllm.models import greedy_tokens, registry, request, run, start_engine, tiny_model
 from tests.vllm.refits import (
     Altered,
     answers,
     assert_like_a_fresh_engine,
     close_references,
     loaded_from_disk,
+    probes,
     refit,
     weights,
 )
@@ -288,3 +289,21 @@ def test_deep_sleep_needs_a_refit_before_anything_is_served(engine: Any) -> None
         engine.score([])
     refit(engine, weights(FAMILY, 2))
     assert_like_a_fresh_engine(engine, FAMILY, 2)
+
+
+def test_nothing_of_weights_that_were_not_finite_is_left_in_the_cache(engine: Any) -> None:
+    """The CPU's attention multiplies what a block held before by 0, and 0 × NaN is NaN: right weights then answered
+    NaN after a refit whose every byte was right."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("v_proj.weight"):
+                tensors[name] = torch.full_like(tensors[name], torch.nan)
+
+    refit(engine, Altered(weights(FAMILY, 3), spoil), verify=False)
+    spoilt = engine.score(list(probes()), "prefill")
+    assert all(np.isnan(one.logprobs[1:]).any() for one in spoilt.values())
+    greedy = run(engine, [request("spoilt", [5, 6, 7] * 9, temperature=0.0, max_new_tokens=4)])
+    assert greedy[0].finish_reason == "failed"
+    refit(engine, weights(FAMILY, 3))
+    assert_like_a_fresh_engine(engine, FAMILY, 3)

@@ -51,3 +51,12 @@ def test_without_the_registry_the_stale_expert_kernel_is_found() -> None:
     failed = [one for one in told["rounds"] if one["first"] or one["refused"]]
     assert failed, told
     assert any("layers.0.mlp" in (one["first"] or {}).get("module", "") for one in failed)
+
+
+def test_a_model_that_vllm_cannot_serve_is_bad_usage_with_vllms_own_words() -> None:
+    """The CPU build does not run DeepSeek-V4."""
+    command = [sys.executable, "-m", "lockstep", "refit", "check", "tiny-deepseek-v4", "--engine", "vllm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert "vLLM can't serve a model of type deepseek_v4 here: " in done.stderr
