@@ -78,6 +78,7 @@ def build_job(
     shape = model.shape if model else unknown_shape(_experts(settings))
     hardware = cluster.hardware or _hardware_of(environment)
     engine_only = program.project in ("vllm", "sglang") or "launch.foreign" in settings
+    engine_only = engine_only or settings.get("launch.rollout_only", False)
     engine = _engine(program, settings, model)
     job = Job(
         name=f"{program.name}, line {program.line}",
@@ -268,8 +269,9 @@ def _placed(job: Job, program: Program, settings: Settings, cluster: Cluster, as
     else:
         engine = job.engine
         devices = engine.gpus_per_engine if engine else 1
-        per_node = job.hardware.gpus_per_node
-        nodes = cluster.nodes or settings.get("job.nodes") or max(1, -(-devices // per_node))
+        local, dp = settings.get("launch.dp_local"), engine.dp if engine else 1
+        spread = dp // local if local and dp % local == 0 else -(-devices // job.hardware.gpus_per_node)
+        nodes = cluster.nodes or settings.get("job.nodes") or max(1, spread)
         placed = replace(job, nodes=nodes, gpus_per_node=max(1, devices // nodes))
     train = placed.train
     size = settings.get("launch.fsdp_size", -1)
@@ -285,9 +287,10 @@ def _placed_miles(job: Job, settings: Settings, cluster: Cluster) -> Job:
         return replace(job, nodes=nodes, gpus_per_node=per_node)
     rollout = settings.get("launch.rollout_gpus") or 0
     total = nodes * per_node + rollout
-    if rollout and total % per_node == 0:
-        return replace(job, nodes=total // per_node, gpus_per_node=per_node, colocated=False, rollout_gpus=rollout)
-    return replace(job, nodes=1, gpus_per_node=total, colocated=False, rollout_gpus=rollout)
+    # Trainer and engines may share a node: --num-gpus-per-node is its size, whatever the trainer has of it.
+    whole = max(per_node, settings.get("launch.gpus_per_node") or job.hardware.gpus_per_node)
+    size = next((size for size in (min(whole, total), per_node) if rollout and total % size == 0), total)
+    return replace(job, nodes=total // size, gpus_per_node=size, colocated=False, rollout_gpus=rollout)
 
 
 def _placed_torchrun(job: Job, program: Program, cluster: Cluster, assumptions: list[str]) -> Job:

@@ -176,7 +176,13 @@ _OWN_CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer")
 
 
 def _settings_files(program: Program, context: Context) -> Iterator[Finding]:
-    """Settings that lie in a file of the command's own: nothing is known of them."""
+    """Settings that lie in a file of the command's own, and sizes of the model that it changes: nothing is known of
+    them."""
+    for flag in ("--hf-overrides", "--json-model-override-args"):
+        if (option := context.options.by_flag.get(flag)) is not None:
+            message = f"line {option.line}: {option.text[:120]}: changes of the model's configuration are not read"
+            repair = "name a folder whose config.json has them"
+            yield Finding("model-overrides", "warning", message, repair)
     for flag, projects in _FILES.items():
         option = context.options.by_flag.get(flag)
         if option is None or program.project not in projects or not option.values:

@@ -71,3 +71,47 @@ def test_a_server_alone_has_no_refit(tmp_path: Path) -> None:
     assert [phase.phase for phase in verdict.plan.phases] == ["generate"]
     assert not verdict.legal
     assert not any(finding.message.startswith("refit") for finding in verdict.findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("vllm serve Qwen/Qwen3-30B-A3B -tp 2 --data-parallel-size 4 --data-parallel-size-local 1", (4, 2)),
+        ("vllm serve Qwen/Qwen3-30B-A3B -tp 2 --data-parallel-size 4", (1, 8)),
+        ("vllm serve Qwen/Qwen3-30B-A3B -tp 4 --data-parallel-size 4", (2, 8)),
+    ],
+)
+def test_local_ranks_say_over_how_many_nodes_a_server_lies(text: str, nodes: tuple[int, int], tmp_path: Path) -> None:
+    job = judged(tmp_path, text).launch.job
+    assert job is not None
+    assert (job.nodes, job.gpus_per_node) == nodes
+
+
+def test_changes_of_the_models_configuration_are_not_read_and_that_is_told(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, """vllm serve Qwen/Qwen3-4B --hf-overrides '{"num_hidden_layers": 4}'""")
+    assert "model-overrides" in repairs(verdict)
+
+
+MILES = (
+    "python3 train.py --hf-checkpoint Qwen/Qwen3-30B-A3B --rollout-batch-size 8 --n-samples-per-prompt 8 "
+    "--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 12 --rollout-num-gpus-per-engine 8 "
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "nodes"), [("", (2, 8)), ("--num-gpus-per-node 4", (4, 4)), ("--rollout-num-gpus 3", (1, 7))]
+)
+def test_trainer_and_engines_may_share_a_node(more: str, nodes: tuple[int, int], tmp_path: Path) -> None:
+    """A trainer of four devices made nodes of four, and an engine of eight was said to cross them."""
+    verdict = judged(tmp_path, MILES + more)
+    assert verdict.launch.job is not None
+    assert (verdict.launch.job.nodes, verdict.launch.job.gpus_per_node) == nodes
+    assert ("engine-fast-links" in repairs(verdict)) == (nodes == (4, 4))
+
+
+def test_a_run_of_rollouts_alone_has_no_trainer(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, MILES + "--debug-rollout-only")
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.train is None
+    assert verdict.plan is not None
+    assert not any(item.owner == "trainer" for phase in verdict.plan.phases for item in phase.items)
