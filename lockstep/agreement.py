@@ -116,13 +116,13 @@ def measure(
     known: −1, or the largest value of an unsigned type) of the forward that *produced* the token's log-prob, that is,
     of the position before it. ``rejected``: masked tokens that a correction dropped, only counted.
 
-    Raises ValueError for arguments of different layouts, versions without ``version``, one half of a pair, or a masked
-    token at a position below 0.
+    Raises ValueError for arguments of different layouts, a mask of other numbers than 0 and 1, versions without
+    ``version`` or the reverse, one half of a pair, or a masked token at a position below 0.
     """
     layout = Layout.of(train_logprobs)
     train = layout.flat("train_logprobs", train_logprobs).double()
     rollout = layout.flat("rollout_logprobs", rollout_logprobs).double()
-    masked = layout.flat("mask", mask).bool()
+    masked = layout.mask("mask", mask)
     sampled_at = None if versions is None else layout.flat("versions", versions)
     cached_at = None if kv_versions is None else layout.flat("kv_versions", kv_versions)
     eligible = masked & _fresh(sampled_at, cached_at, version)
@@ -132,7 +132,7 @@ def measure(
     absolute = d.abs()
 
     hits = _argmax_hits(layout.pair("top1", train_top1, rollout_top1), used)
-    route_hits, flipped = _route_hits(layout.pair("routes", train_routes, rollout_routes), used)
+    route_hits, flipped = _route_hits(layout.pair("routes", train_routes, rollout_routes, trailing=2), used)
     sequence, group = layout.owners(sequence_ids, rollout_ids)
     in_order = ranks(masked, None if sequence is None else sequence.codes)
     places = in_order if positions is None else _positions(layout.flat("positions", positions), masked)
@@ -148,7 +148,7 @@ def measure(
         num_tokens=len(used),
         num_stale=int((masked & ~eligible).sum()),
         num_nonfinite=int((masked & ~finite).sum()),
-        num_rejected=None if rejected is None else int((layout.flat("rejected", rejected).bool() & masked).sum()),
+        num_rejected=None if rejected is None else int((layout.mask("rejected", rejected) & masked).sum()),
         hits=hits | route_hits,
         sequences=None if sequence is None else _groups(sequence, d, used),
         rollouts=None if group is None else _groups(group, d, used),
@@ -211,6 +211,8 @@ def _fresh(sampled_at: Tensor | None, cached_at: Tensor | None, version: int | N
     known = [v for v in (sampled_at, cached_at) if v is not None]
     if known and version is None:
         raise ValueError("versions were given without `version`, the trainer's own: staleness can't be decided")
+    if not known and version is not None:
+        raise ValueError("`version` was given without versions or kv_versions of the tokens: none could be stale")
     fresh: Tensor | bool = True
     for value in known:
         fresh = fresh & (value == version)

@@ -53,8 +53,8 @@ class Layout:
         row = torch.repeat_interleave(torch.arange(len(lengths), device=first.device), counts)
         return cls(lengths, has_rows, row, first.device)
 
-    def flat(self, name: str, values: PerToken) -> Tensor:
-        """[N, …]; trailing dimensions (routes) are kept. Raises ValueError, with ``name``, for another layout."""
+    def flat(self, name: str, values: PerToken, trailing: int = 0) -> Tensor:
+        """[N, …], ``trailing`` further dimensions (routes: 2). Raises ValueError, with ``name``, for another layout."""
         given = _plain(values)
         if isinstance(given, (list, tuple)):
             lengths = tuple(len(v) for v in given)
@@ -67,6 +67,9 @@ class Layout:
                 lengths = (tensor.shape[0],)
         if lengths != self.lengths:
             raise ValueError(f"{name} has rows of {lengths} tokens, the trainer's log-probs of {self.lengths}")
+        if tensor.dim() != 1 + trailing:
+            wanted = "[layers, experts] per token" if trailing else "one value per token"
+            raise ValueError(f"{name} has {list(tensor.shape[1:])} values per token; needed: {wanted}")
         return tensor.detach().to(self.device)
 
     def codes(self, name: str, values: Labels) -> tuple[Tensor, list[Any]]:
@@ -90,14 +93,24 @@ class Layout:
             sequence = rollout
         return sequence, sequence if rollout is None else rollout
 
-    def pair(self, name: str, train: PerToken | None, rollout: PerToken | None) -> tuple[Tensor, Tensor] | None:
+    def mask(self, name: str, values: PerToken) -> Tensor:
+        """Flat booleans [N]. Raises ValueError, with ``name``, for other numbers than 0 and 1."""
+        tensor = self.flat(name, values)
+        if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
+            raise ValueError(f"{name} holds other numbers than 0 and 1: weights are no mask")
+        return tensor.bool()
+
+    def pair(
+        self, name: str, train: PerToken | None, rollout: PerToken | None, trailing: int = 0
+    ) -> tuple[Tensor, Tensor] | None:
         """Both sides flat, or None if neither is known. Raises ValueError if only one is, or if their trailing
         dimensions (layers, experts per token) differ."""
         if (train is None) != (rollout is None):
             raise ValueError(f"train_{name} and rollout_{name} belong together; only one was given")
         if train is None or rollout is None:
             return None
-        ours, theirs = self.flat(f"train_{name}", train), self.flat(f"rollout_{name}", rollout)
+        ours = self.flat(f"train_{name}", train, trailing)
+        theirs = self.flat(f"rollout_{name}", rollout, trailing)
         if ours.shape != theirs.shape:
             shapes = f"{list(ours.shape[1:])} and {list(theirs.shape[1:])}"
             raise ValueError(f"train_{name} and rollout_{name} have {shapes} values per token; they must be alike")

@@ -45,6 +45,8 @@ from lockstep.parity.rows import agreement_row, quoted
 __all__ = ["RecordedError", "RecordedRun", "RecordedStep", "measure_file"]
 
 MAX_CONTEXT = 24
+MOST_LOGPROB = 1e-3
+"""A log-prob that is larger is none; rounding stays far below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ def measure_file(path: Path | str) -> RecordedRun:
         notes.append("There is no column trainer_version: stale tokens can't be told from numerical mismatch.")
     if not columns.has_rows and columns.of("sequence_id") is None and columns.of("rollout_id") is None:
         notes.append("There is no column sequence_id: metrics by sequence and buckets by position are absent.")
+    if doubt := _not_logprobs(columns):
+        notes.append(doubt)
     steps: tuple[RecordedStep, ...] = tuple(_measured(columns, step) for step in columns.steps())
     if not steps:
         raise RecordedError(f"{path}: there is not a single token in it")
@@ -85,6 +89,20 @@ def measure_file(path: Path | str) -> RecordedRun:
     notes.append("Quantiles over all steps together are within 0.5 % of the exact ones; those of a step are exact.")
     whole = finish(merge(step.agreement.partial for step in steps))
     return RecordedRun(Path(path), steps, whole, tuple(notes))
+
+
+def _not_logprobs(columns: Columns) -> str | None:
+    """Words of doubt where sampled tokens have values above 0, which no log-prob is (rounding aside)."""
+    mask = columns.of("loss_mask")
+    for name in ("train_logprobs", "rollout_logprobs"):
+        values = columns.values[name] if mask is None else columns.values[name][mask]
+        above = int((values > MOST_LOGPROB).sum())
+        if above:
+            return (
+                f"Column {name} is above 0 for {above} of {len(values)} sampled tokens: no log-prob is. Negate "
+                "negative log-likelihoods, and take the logarithm of probabilities."
+            )
+    return None
 
 
 def _measured(columns: Columns, step: int) -> RecordedStep:

@@ -334,11 +334,29 @@ def test_wrong_shapes_are_refused_by_name():
         measure(train, rollout, mask, rollout_ids=["a", "b", "c"])
     with pytest.raises(ValueError, match="not of shape"):
         measure(torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), torch.zeros(2, 2, 2))
+    with pytest.raises(ValueError, match=r"mask has \[1\] values per token; needed: one value per token"):
+        measure(torch.zeros(2), torch.zeros(2), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"rollout_logprobs has \[5\] values per token"):
+        measure(torch.zeros(2), torch.zeros(2, 5), torch.ones(2))
     one, two = torch.zeros(2, 1, 1, dtype=torch.long), torch.zeros(2, 1, 2, dtype=torch.long)
     with pytest.raises(
         ValueError, match=r"train_routes and rollout_routes have \[1, 1\] and \[1, 2\] values per token"
     ):
         measure(torch.zeros(2), torch.zeros(2), torch.ones(2), train_routes=one, rollout_routes=two)
+
+
+@pytest.mark.parametrize("mask", [[0.5, 1.0], [2, 1], [math.nan, 1.0], [-1, 1]])
+def test_weights_are_no_mask(mask):
+    with pytest.raises(ValueError, match="mask holds other numbers than 0 and 1"):
+        measure(torch.zeros(2), torch.zeros(2), torch.tensor(mask))
+    with pytest.raises(ValueError, match="rejected holds other numbers"):
+        measure(torch.zeros(2), torch.zeros(2), torch.ones(2), rejected=torch.tensor(mask))
+
+
+def test_a_trainers_version_without_those_of_the_tokens_is_refused():
+    """All would pass as fresh."""
+    with pytest.raises(ValueError, match="without versions or kv_versions of the tokens"):
+        measure(torch.zeros(2), torch.zeros(2), torch.ones(2), version=3)
 
 
 def test_the_module_needs_nothing_but_torch_and_numpy():

@@ -121,6 +121,16 @@ def test_the_smallest_file_has_two_columns_and_says_what_it_can_not_tell(tmp_pat
     assert any("sequence_id" in note for note in recorded.notes)
 
 
+@pytest.mark.parametrize("change", [np.negative, np.exp])
+def test_values_that_are_no_logprobs_are_doubted(tmp_path: Path, change) -> None:
+    good = {"rollout_logprobs": np.array([-1.0, -2.0]), "loss_mask": np.array([1, 0])}
+    np.savez(tmp_path / "good.npz", train_logprobs=np.array([1e-6, 5.0]), **good)
+    assert not any("no log-prob is" in note for note in measure_file(tmp_path / "good.npz").notes)
+    np.savez(tmp_path / "bad.npz", train_logprobs=change(np.array([-1.0, -2.0])), **good)
+    (doubt,) = [note for note in measure_file(tmp_path / "bad.npz").notes if "no log-prob is" in note]
+    assert "train_logprobs is above 0 for 1 of 1 sampled tokens" in doubt
+
+
 def test_expert_ids_in_an_npz_give_route_agreement(tmp_path: Path) -> None:
     ids = np.array([[[0, 1]], [[2, 3]], [[255, 255]]], dtype=np.uint8)
     other = np.array([[[1, 0]], [[2, 5]], [[1, 2]]], dtype=np.uint8)
