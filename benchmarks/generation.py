@@ -32,7 +32,7 @@ from benchmarks.machine import SHAPES, copy_rate, matrix_rate
 from lockstep.config.schema import GgufModel, RolloutConfig
 from lockstep.model.load import load_model, load_tokenizer
 from lockstep.records import Completion, GenerateRequest, SamplingParams
-from lockstep.rollout import decode_attention
+from lockstep.rollout import decode_kernels
 from lockstep.rollout.torch_engine import TorchEngine
 
 GROUP_SIZE = 8
@@ -265,7 +265,7 @@ def main() -> None:
     report = {
         "threads": options.threads,
         "load_average": os.getloadavg()[0],
-        "attention": decode_attention.backend().reason,
+        "kernels": decode_kernels.backend().reason,
         "machine": rates,
         "results": results,
     }

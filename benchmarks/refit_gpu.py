@@ -371,6 +371,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         refitted = attempt("greedy", lambda: greedy(engine, model.config.vocab_size))
         attempt("plain_copy", lambda: plain_copy(own, repeats))
         attempt("local", lambda: local_phases(engine, own, repeats))
+        attempt.found["local_copies_directly"] = engine.receiver().copies_directly
         attempt("profile", lambda: profile(engine, own, make_transport("local")))
         attempt("own_load_weights", lambda: own_loader(engine, own, repeats))
         attempt("silent_push", lambda: silent_push(engine, model, other))

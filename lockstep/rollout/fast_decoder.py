@@ -5,7 +5,7 @@ arithmetic, in their order of operations and roundings, with less around it:
 
 - q, k and v are one product, gate and up are one product, of packed weights (``packed_linear``);
 - keys and values lie in [layers, rows, kv heads, 2, positions, head size]: one write appends both, attention reads
-  only the positions in use (``decode_attention``);
+  only the positions in use (``decode_kernels``);
 - rows are dense: when a sequence leaves, the last row moves into its place.
 
 Norms, embeddings and experts are read from the modules themselves, so only packed weights are derived state.
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from lockstep.model.adapter import num_experts, routers, stacked_routes
 from lockstep.model.head import Float32Head
-from lockstep.rollout.decode_attention import decode_attention
+from lockstep.rollout.decode_kernels import add_rms_norm, decode_attention, rms_norm, rotate_append, silu_mul
 from lockstep.rollout.decoding import DecoderState, Prefilled
 from lockstep.rollout.experts import run_experts
 from lockstep.rollout.module_decoder import ModuleDecoder, run_body
@@ -80,8 +80,7 @@ class _Layer:
         """The layer's MLP or experts on [n, H]; with experts also their ids [n, K]."""
         if self.experts is not None:
             return run_experts(self.experts, rows)
-        gate, up = self.gate_up(rows).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up), None
+        return self.down(silu_mul(self.gate_up(rows))), None
 
 
 class FastDecoder(ModuleDecoder):
@@ -174,7 +173,7 @@ class SlotState:
         self._lengths: list[int] = []
         self._cache = torch.empty(0)  # [layers, rows, kv heads, 2, positions, head size]
         self._cosines = torch.empty(0)  # [positions, 1, head size]
-        self._sines = torch.empty(0)  # the same, first half negated: see _rotate
+        self._sines = torch.empty(0)  # the same, first half negated: see rotate_append
         self._num_positions = 0
 
     def place(self, prefilled: Prefilled, slots: Sequence[int]) -> None:
@@ -218,30 +217,19 @@ class SlotState:
         """Append one token to each row: final hidden states [n, H] and each MoE layer's expert ids [n, K]."""
         self._reserve(max(self._lengths) + 1)
         positions = torch.tensor(self._lengths)
-        cosines, sines = self._cosines[positions], self._sines[positions]
-        lengths = positions + 1
-        target = self._targets(positions)
+        lengths, rotary = positions + 1, (self._cosines[positions], self._sines[positions])
         hidden = F.embedding(tokens, self._decoder.model.model.embed_tokens.weight)
+        change: torch.Tensor | None = None
         chosen: list[torch.Tensor] = []
         for index, layer in enumerate(self._decoder.layers):
-            qkv = layer.qkv(rms_norm(layer.input_norm, hidden))
-            attended = self._attend(layer, self._cache[index], qkv, (cosines, sines), target, lengths)
-            hidden = hidden + layer.output(attended)
-            fed, experts = layer.feed_forward(rms_norm(layer.post_norm, hidden))
-            hidden = hidden + fed
+            qkv = layer.qkv(add_rms_norm(layer.input_norm, hidden, change))
+            attended = self._attend(layer, self._cache[index], qkv, rotary, positions, lengths)
+            change, experts = layer.feed_forward(add_rms_norm(layer.post_norm, hidden, layer.output(attended)))
             if experts is not None:
                 chosen.append(experts)
         self._lengths = [length + 1 for length in self._lengths]
-        hidden = rms_norm(self._decoder.model.model.norm, hidden)
+        hidden = add_rms_norm(self._decoder.model.model.norm, hidden, change)
         return hidden, chosen
-
-    def _targets(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where a layer's new keys and values go, as rows of the cache seen as [.., head size]: [n · 2 · kv heads], in
-        the order of a row of qkv, all keys before all values."""
-        rows = torch.arange(len(positions))[:, None, None]
-        kinds, heads = torch.arange(2)[:, None], torch.arange(self._num_kv_heads)
-        stream = (rows * self._num_kv_heads + heads) * 2 + kinds
-        return (stream * self._num_positions + positions[:, None, None]).flatten()
 
     def _attend(
         self,
@@ -249,21 +237,17 @@ class SlotState:
         cache: torch.Tensor,
         qkv: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        target: torch.Tensor,
+        positions: torch.Tensor,
         lengths: torch.Tensor,
     ) -> torch.Tensor:
         """Append this token's key and value to ``cache`` [rows, kv heads, 2, positions, head size] and attend."""
-        num_rows = len(lengths)
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
-        queries_keys = qkv[:, : (heads + kv_heads) * size].view(num_rows, heads + kv_heads, size)
+        qkv = qkv.view(len(positions), heads + 2 * kv_heads, size)
         if layer.query_norm is not None:
-            queries_keys[:, :heads] = rms_norm(layer.query_norm, queries_keys[:, :heads])
-            queries_keys[:, heads:] = rms_norm(layer.key_norm, queries_keys[:, heads:])
-        _rotate(queries_keys, *rotary)
-        # Rotated keys and the values lie side by side in qkv: one write appends both.
-        cache.view(-1, size)[target] = qkv[:, heads * size :].reshape(-1, size)
-        attended = decode_attention(queries_keys[:, :heads], cache, lengths, self._scaling)
-        return attended.view(num_rows, heads * size)
+            qkv[:, :heads] = rms_norm(layer.query_norm, qkv[:, :heads])
+            qkv[:, heads : heads + kv_heads] = rms_norm(layer.key_norm, qkv[:, heads : heads + kv_heads])
+        rotate_append(qkv, rotary, cache, positions, heads)
+        return decode_attention(qkv[:, :heads], cache, lengths, self._scaling).view(len(positions), heads * size)
 
     def _reserve(self, num_positions: int) -> None:
         """Room for ``num_positions`` tokens in every row, in cache and rotary tables."""
@@ -281,15 +265,3 @@ class SlotState:
         self._cosines = cosines[0][:, None]
         self._sines = sines[0][:, None].clone()
         self._sines[..., : self._head_size // 2].neg_()
-
-
-def rms_norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The model's RMSNorm, with its roundings: normalised in float32, cast, then scaled."""
-    normalised = F.rms_norm(rows.float(), rows.shape[-1:], None, norm.variance_epsilon)
-    return norm.weight * normalised.to(rows.dtype)
-
-
-def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Rotary position embedding in place on [n, heads, head size]: x·cos + (−x₂, x₁)·sin, the sign inside ``sines``."""
-    turned = heads.roll(heads.shape[-1] // 2, dims=-1).mul_(sines)
-    heads.mul_(cosines).add_(turned)

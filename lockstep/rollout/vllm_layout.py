@@ -57,7 +57,10 @@ class LiveLayout:
         """For each name the views of live storage that it fills and the part of it that goes there; None if a layer is
         opaque, a tensor is computed on its way, a live tensor is not one piece of storage, or some module derives more
         after loading (latent attention, kernels with a layout or a copy of their own)."""
-        if self._opaque_layers or any(map(_derives_after_loading, self._model.modules())):
+        # vLLM's methods are modules too, registered below their layer: what they do to it, its layout was judged by.
+        judged = {id(getattr(layer, "quant_method", None)) for layer in self._model.modules()}
+        others = (module for module in self._model.modules() if id(module) not in judged)
+        if self._opaque_layers or any(map(_derives_after_loading, others)):
             return None
         places: dict[str, tuple[tuple[torch.Tensor, Geometry], ...]] = {}
         for name, writes in self._plan.writes.items():

@@ -99,6 +99,11 @@ class VllmReceiver:
         """The scheme of the manifests that it takes: codes and scales go through vLLM's own loaders."""
         return self._quantisation
 
+    @property
+    def copies_directly(self) -> bool:
+        """Whether the last commit left every layer as it was loaded, so that the next refit copies straight in."""
+        return self._direct is not None
+
     def begin(self, manifest: Manifest) -> None:
         """Prove the manifest both ways. Raises RefitRefused with every problem by name, and leaves weights, version and
         caches as they were (a wrong expert map is repaired first, since the loader's answers depend on it)."""

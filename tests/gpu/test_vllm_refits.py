@@ -41,6 +41,7 @@ def test_two_refits_with_captured_graphs_hold_every_claim(model: str, lane_evide
     for receipt in receipts:
         for name in CLAIMS:
             lane_evidence.claim(f"refit {name}", receipt[name].partition(":")[0])
+    assert found["local_copies_directly"], "every refit went through vLLM's own loader"
     equal, _, total = found["greedy_equal"].partition(" of ")
     lane_evidence.gate("greedy tokens equal to a disk-loaded engine's", int(equal), int(total), "at_least")
 

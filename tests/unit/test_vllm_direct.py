@@ -141,3 +141,27 @@ def test_it_is_shut_where_a_copy_would_not_do(why: str) -> None:
         model.qkv.weight = torch.nn.Parameter(torch.empty(WIDTH, 3 * WIDTH).T)
     layout = LiveLayout(model, layout._plan, layout._reload)
     assert DirectCopy.of(layout) is None
+
+
+class Kernel:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+class UnquantizedFusedMoEMethod(torch.nn.Module):
+    """As vLLM's: a method that is a module as well, and so stands below its layer among the model's modules."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.unquantized_backend = Kernel(kernel)
+
+    def process_weights_after_loading(self, _layer: torch.nn.Module) -> None: ...
+
+
+@pytest.mark.parametrize(("kernel", "is_open"), [("TRITON", True), ("AITER", False)])
+def test_a_method_that_is_a_module_is_judged_by_the_layout_that_it_left(kernel: str, is_open: bool) -> None:
+    model = Served()
+    model.experts.quant_method = UnquantizedFusedMoEMethod(kernel)
+    assert model.experts.quant_method in set(model.modules())
+    layout, _ = make(model)
+    assert (DirectCopy.of(layout) is not None) is is_open

@@ -1,18 +1,18 @@
-/* Attention of one new token per sequence over a bfloat16 cache, grouped queries, float32 inside.
+/* What decoding one new token per sequence does between its matrix products, on bfloat16 with float32 inside.
  *
- * cache    [rows, kv_heads, 2, positions, size]: keys, then values
- * queries  [rows, heads, size], rows query_stride elements apart
- * lengths  [rows]: positions in use, the new token's included
- * out      [rows, heads, size]
- *
- * One task is one sequence and one key head: its heads / kv_heads queries read each key and each value once.
- * NaN comes through: nothing here is compiled as if numbers were finite.
+ * Every intermediate result that torch's own operators would round to bfloat16 is rounded here too. Sizes of a row are
+ * multiples of 16 (of 32 for a head that is rotated). NaN comes through: nothing here is compiled as if numbers were
+ * finite.
  */
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+enum { SMALL = 1 << 15 }; /* elements that are done before a second thread has been woken */
+
 static inline float exp_nonpositive(float x) { /* relative error below 2e-7 for x <= 0; below -87 it is 0 */
+    x = x < -126.0f ? -126.0f : x; /* not to infinity below; NaN stays */
     float n = __builtin_rintf(x * 1.44269504f);
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -45,11 +45,81 @@ static inline void store(uint16_t *to, vector values) { /* round to nearest, tie
     *(half_vector *)to = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), half_vector);
 }
 
+static inline vector rounded(vector values) {
+    uint16_t half[16];
+    store(half, values);
+    return load(half);
+}
+
 static inline float total_of(vector values) {
     float total = 0;
     for (int i = 0; i < 16; i++) total += values[i];
     return total;
 }
+
+/* hidden [rows, size] += change (unless null); out = weight * hidden / sqrt(mean(hidden^2) + epsilon). */
+void add_rms_norm(uint16_t *hidden, const uint16_t *change, const uint16_t *weight, uint16_t *out, long rows, long size,
+                  float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * size > SMALL)
+    for (long row = 0; row < rows; row++) {
+        uint16_t *h = hidden + row * size, *o = out + row * size;
+        vector squares = {0};
+        for (long i = 0; i < size; i += 16) {
+            vector value = load(h + i);
+            if (change) {
+                value = rounded(value + load(change + row * size + i));
+                store(h + i, value);
+            }
+            squares += value * value;
+        }
+        float scale = 1.0f / sqrtf(total_of(squares) / size + epsilon);
+        for (long i = 0; i < size; i += 16) store(o + i, load(weight + i) * rounded(load(h + i) * scale));
+    }
+}
+
+/* out [rows, size] = silu(gate) * up, of gate_up [rows, 2 * size]. */
+void silu_mul(const uint16_t *gate_up, uint16_t *out, long rows, long size) {
+#pragma omp parallel for schedule(static) if (rows * size > SMALL / 4)
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < size; i += 16) {
+            vector gate = load(gate_up + 2 * row * size + i), up = load(gate_up + (2 * row + 1) * size + i), gated;
+            for (int j = 0; j < 16; j++) {
+                float small = exp_nonpositive(-fabsf(gate[j])); /* sigmoid without overflow on either side */
+                gated[j] = gate[j] * ((gate[j] < 0 ? small : 1.0f) / (1.0f + small));
+            }
+            store(out + row * size + i, rounded(gated) * up);
+        }
+}
+
+/* Rotate queries and keys of qkv [rows, heads + 2 kv_heads, size] in place and put rotated keys and values into the
+ * cache [rows, kv_heads, 2, capacity, size] at each row's position. cosines, sines [rows, size]: the first half of the
+ * sines is negated, so that rotating is x * cos + roll(x, size / 2) * sin. */
+void rotate_append(uint16_t *qkv, const uint16_t *cosines, const uint16_t *sines, uint16_t *cache,
+                   const int64_t *positions, long rows, long capacity, int heads, int kv_heads, int size) {
+    const int width = heads + 2 * kv_heads, half = size / 2;
+#pragma omp parallel for schedule(static) if (rows * width * size > SMALL)
+    for (long row = 0; row < rows; row++) {
+        const uint16_t *cosine = cosines + row * size, *sine = sines + row * size;
+        for (int head = 0; head < width; head++) {
+            uint16_t *x = qkv + (row * width + head) * size;
+            if (head < heads + kv_heads)
+                for (int i = 0; i < half; i += 16) {
+                    vector first = load(x + i), second = load(x + half + i);
+                    vector low = rounded(first * load(cosine + i)) + rounded(second * load(sine + i));
+                    vector high = rounded(second * load(cosine + half + i)) + rounded(first * load(sine + half + i));
+                    store(x + i, low);
+                    store(x + half + i, high);
+                }
+            if (head < heads) continue;
+            int stream = head - heads, kind = stream >= kv_heads; /* keys, then values */
+            long place = (row * kv_heads + stream - kind * kv_heads) * 2 + kind;
+            uint16_t *to = cache + (place * capacity + positions[row]) * size;
+            memcpy(to, x, size * sizeof(uint16_t));
+        }
+    }
+}
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
 
 /* Inlined with constant sizes by the calls below, so that sums and queries stay in registers. parts = size / 16. */
 static inline __attribute__((always_inline)) void attend(const uint16_t *queries, const uint16_t *keys,
@@ -87,7 +157,16 @@ static inline __attribute__((always_inline)) void attend(const uint16_t *queries
         for (int i = 0; i < parts; i++) store(out + g * size + i * 16, sum[g][i] / total[g]);
 }
 
-/* Returns 0, or 1 if there was no memory for the scores. size is a multiple of 16. */
+/* Attention of one token per sequence, grouped queries.
+ *
+ * cache    [rows, kv_heads, 2, positions, size]: keys, then values
+ * queries  [rows, heads, size], rows query_stride elements apart
+ * lengths  [rows]: positions in use, the new token's included
+ * out      [rows, heads, size]
+ *
+ * One task is one sequence and one key head: its heads / kv_heads queries read each key and each value once.
+ * Returns 0, or 1 if there was no memory for the scores.
+ */
 int decode_attention(const uint16_t *cache, const uint16_t *queries, const int64_t *lengths, uint16_t *out, long rows,
                      long positions, int heads, int kv_heads, int size, long query_stride, float scaling) {
     const int group = heads / kv_heads;
