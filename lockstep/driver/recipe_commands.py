@@ -3,6 +3,7 @@ every recipe under every overlay and variant."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +20,23 @@ HARDWARE = "cluster.hardware"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to run a recipe: its overlay, and at most one variant that differs from the recipe as it stands."""
+    """One way to run a recipe: its overlay, and the variants that differ from the recipe as it stands."""
 
     recipe: str
     hardware: str | None = None
     nodes: int | None = None
-    variant: str | None = None
+    variants: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        """ "mi355x, 12 nodes, fp8"; "as it stands" where nothing is chosen."""
+        """ "mi355x, 12 nodes, fp8 + deterministic"; "as it stands" where nothing is chosen."""
         nodes = None if self.nodes is None else f"{self.nodes} nodes"
-        return ", ".join(part for part in (self.hardware, nodes, self.variant) if part) or "as it stands"
+        parts = (self.hardware, nodes, " + ".join(self.variants))
+        return ", ".join(part for part in parts if part) or "as it stands"
 
     def load(self) -> ResolvedConfig:
         """Its configuration. Raises ``ConfigError``."""
-        variants = () if self.variant is None else (self.variant,)
-        return load_recipe(self.recipe, hardware=self.hardware, nodes=self.nodes, variants=variants)
+        return load_recipe(self.recipe, hardware=self.hardware, nodes=self.nodes, variants=self.variants)
 
 
 @dataclass(slots=True)
@@ -48,15 +49,17 @@ class Checked:
 
 def cases_of(recipe: str) -> Iterator[Case]:
     """Every overlay of a recipe, and the recipe without one where that is for the machine at hand; each alone and with
-    each variant that is for its hardware."""
+    every set of variants that are for its hardware and no alternatives."""
     places: list[tuple[str | None, int | None]] = [(one.hardware, one.nodes) for one in overlays_of(recipe)]
     if not places or default_hardware(recipe) is None:
         places.insert(0, (None, None))
     for hardware, nodes in places:
-        yield Case(recipe, hardware, nodes)
+        groups: dict[str, list[tuple[str, ...]]] = {}
         for variant in variants_of(recipe):
             if variant.changes() and (not variant.hardware or hardware in variant.hardware):
-                yield Case(recipe, hardware, nodes, variant.name)
+                groups.setdefault(variant.group, [()]).append((variant.name,))
+        for chosen in itertools.product(*groups.values()):
+            yield Case(recipe, hardware, nodes, sum(chosen, ()))
 
 
 def check_recipes() -> dict[str, Checked]:

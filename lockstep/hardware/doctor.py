@@ -82,7 +82,10 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"note: {note}" for note in result["notes"]]
     for problem in result["problems"]:
         lines += ["", f"problem: {problem['wrong']}", f"  way out: {problem['way_out']}"]
-    lines += ["", "something needed is missing" if result["problems"] else "everything needed is here"]
+    lines += [
+        "",
+        "something needed is missing" if result["problems"] else "Lockstep has everything here that it needs itself",
+    ]
     return "\n".join(lines)
 
 

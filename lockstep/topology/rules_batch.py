@@ -135,7 +135,9 @@ def sample_length(job: Job) -> str | None:
     if longest <= budget:
         return None
     shared = "ulysses" if train_of(job).backend == "fsdp" else "cp"
-    text = f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu} · {shared} {cp}"
+    text = f"a sample of up to {longest} tokens exceeds the budget {batch.max_tokens_per_gpu}" + (
+        f" · {shared} {cp}" if cp > 1 else ""
+    )
     verl = train_of(job).switches.implementation == "verl"
     return text + (": verl stops at the first one" if verl else ": it is a micro-batch of its own")
 

@@ -286,6 +286,6 @@ def test_the_doctor_says_what_is_chosen_and_ends_with_a_verdict() -> None:
     assert {c["setting"] for c in result["choices"]} == {"device", "threads", "trainer.dtype", "rollout.dtype"}
     assert all(c["reason"] in text for c in result["choices"])
     broken = result | {"problems": [{"wrong": "torch is missing", "way_out": "pip install torch"}]}
-    assert "everything needed is here" in render(result | {"problems": []})
+    assert "has everything here that it needs itself" in render(result | {"problems": []})
     assert "way out: pip install torch" in render(broken)
     assert render(broken).endswith("something needed is missing")

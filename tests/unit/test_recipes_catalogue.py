@@ -56,7 +56,11 @@ def test_the_check_has_a_recipe_without_its_overlays_too() -> None:
     """Qwen3-4B runs on the machine at hand unless hardware is named: that case was left out."""
     labels = [case.label for case in cases_of("qwen3-4b")]
     assert labels == ["as it stands", "mi300x"]
-    assert "as it stands" not in [case.label for case in cases_of("deepseek-v4-flash")]
+    flash = [case.label for case in cases_of("deepseek-v4-flash")]
+    assert "as it stands" not in flash
+    assert {"mi355x, fp8", "mi355x, fp8 + parity + deterministic", "h200, fp8 + deterministic"} <= set(flash)
+    assert not any("parity" in label for label in flash if not label.startswith("mi355x"))
+    assert len(flash) == len(set(flash))
 
 
 def test_the_catalogue_has_the_models_and_their_hardware() -> None:
@@ -103,12 +107,13 @@ def test_an_overlay_names_only_what_differs_and_why(one: Overlay) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if variants_of(name)])
 def test_a_variant_changes_something_in_every_case_and_says_what_it_is_for(name: str) -> None:
     for case in cases_of(name):
-        if case.variant is None:
+        if not case.variants:
             continue
         plain = load_recipe(name, hardware=case.hardware, nodes=case.nodes).config
         changed = case.load()
         assert flatten(changed.config) != flatten(plain)
-        assert any(origin.startswith(f"variant {case.variant}: ") for origin in changed.origins.values())
+        for variant in case.variants:
+            assert any(origin.startswith(f"variant {variant}: ") for origin in changed.origins.values())
     groups = Counter(one.group for one in variants_of(name))
     assert all(count > 1 for count in groups.values()), "a choice of one is no choice"
     assert all(one.why for one in variants_of(name))
