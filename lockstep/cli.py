@@ -48,6 +48,7 @@ TOLD_ERRORS = {
     ("lockstep.train.routing_replay", "RoutingReplayError"): EXIT_FAILED,
     ("lockstep.refit.transaction", "RefitError"): EXIT_FAILED,
     ("lockstep.rollout.vllm_start", "EngineUnavailable"): EXIT_USAGE,
+    ("lockstep.rollout.process_link", "EngineProcessError"): EXIT_FAILED,
     ("lockstep.driver.groups", "GroupError"): EXIT_FAILED,
     ("lockstep.driver.idle", "IdleError"): EXIT_FAILED,
     ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,

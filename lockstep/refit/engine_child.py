@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from lockstep.refit.arrivals import Arrivals
 from lockstep.rollout.engine_process import run
 from lockstep.rollout.process_link import EngineProcess
 from lockstep.rollout.remote_engine import RemoteEngine
+from lockstep.rollout.vllm_start import EngineUnavailable
 
 
 def start_engine(
@@ -26,8 +28,14 @@ def start_engine(
 
     ``python`` is the interpreter of an environment that has this package (vLLM has one of its own); None: this one.
     ``environment`` are its variables; None: what crosses from this process (``environment.processes``).
-    Raises EngineProcessError if the process does not come up, or the error of the engine's own construction.
+    Raises EngineUnavailable if there is no such interpreter, EngineProcessError if the process does not come up, or the
+    error of the engine's own construction.
     """
+    if python is not None and shutil.which(python) is None:
+        raise EngineUnavailable(
+            f"rollout.python: there is no program {python}; name the interpreter of an environment that has Lockstep "
+            "(make setup-vllm makes .venv-vllm/bin/python)"
+        )
     command = [python or sys.executable, "-m", "lockstep.refit.engine_child"]
     return RemoteEngine(EngineProcess(command, settings, timeout_s=timeout_s, environment=environment))
 

@@ -30,6 +30,7 @@ from lockstep.environment.secrets import mask_text, secret_values
 from lockstep.rollout.engine_process import RefitGivenUp
 from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.torch_engine import EngineError, EngineUnfit
+from lockstep.rollout.vllm_start import EngineUnavailable
 from lockstep.rollout.wire import Channel, Frame, WireError
 
 _LAST_WORDS_BYTES = 4000
@@ -49,7 +50,10 @@ class EngineProcessError(RuntimeError):
 
 _KNOWN_ERRORS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (EngineUnfit, EngineError, RefitRefused, RefitGivenUp, ValueError, TypeError, RuntimeError, OSError)
+    for kind in (
+        *(EngineUnavailable, EngineUnfit, EngineError, RefitRefused, RefitGivenUp),
+        *(ValueError, TypeError, RuntimeError, OSError),
+    )
 } | {"MemoryError": MemoryError}
 
 

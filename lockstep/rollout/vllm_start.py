@@ -34,7 +34,8 @@ class EngineUnavailable(RuntimeError):
 
 NOT_INSTALLED = (
     'vLLM is not installed in this environment: rollout.engine = "vllm" needs it. Run `make setup-vllm` and use '
-    "that environment's interpreter (.venv-vllm/bin/lockstep …), or install the extra: pip install 'lockstep-rl[vllm]'"
+    "that environment's interpreter (.venv-vllm/bin/lockstep …, or as rollout.python for an engine in a process of its "
+    "own), or install the extra: pip install 'lockstep-rl[vllm]'"
 )
 
 ENVIRONMENT = {
