@@ -36,6 +36,8 @@ def eased(
 def _eased(finding: Finding, job: Job, paths: list[str], open_environment: bool, unplanned: Sequence[str]) -> Finding:
     if open_environment and finding.rule == "device-connections":
         return _warning(finding, "the job's environment")
+    if finding.rule == "device-connections" and job.hardware.vendor == "nvidia" and not job.hardware.arch:
+        return _warning(finding, "the device (Blackwell does without)")
     if unplanned and finding.rule == "memory-fits":
         return replace(finding, severity="warning", message=f"{finding.message}; not counted: {', '.join(unplanned)}")
     for path in paths:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
 from lockstep.topology import flags_megatron, flags_miles, flags_sglang, flags_verl, flags_vllm
+from lockstep.topology.launch_flags import lookup
 from lockstep.topology.launch_jobs import NODES_ASSUMED, Cluster, build_job, defaults_of
 from lockstep.topology.launch_models import KnownModel, catalogue_name, identify
 from lockstep.topology.launch_options import Option, Options, read_flags, read_overrides
@@ -196,7 +197,7 @@ def _read(program: Program, script: Script, schedule: Mapping[str, Value], aroun
 
 def _unknown(options: Options, program: Program, assumptions: Sequence[str], around: Surroundings) -> frozenset[str]:
     """See ``Launch.unknown``."""
-    rows = ROWS[program.project]
+    rows = lookup(ROWS[program.project])
     found = {rows[flag].target for flag in options.unsettled if flag in rows}
     if around.nodes is None and (found & {"job.nodes", "launch.actor_nodes"} or NODES_ASSUMED in assumptions):
         found.add("nodes")
@@ -354,7 +355,8 @@ def _devices_shown(
     options: Options, settings: dict[str, Any], environment: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, ...]:
     """GPUs a node where the command's own number is not known: as many as the script shows, else the default."""
-    unsettled = {ROWS[p][f].target for f in options.unsettled for p in ("miles", "verl") if f in ROWS[p]}
+    tables = [lookup(ROWS[project]) for project in ("miles", "verl")]
+    unsettled = {table[flag].target for flag in options.unsettled for table in tables if flag in table}
     for target in sorted(unsettled & {"launch.actor_gpus_per_node", "job.gpus_per_node"}):
         shown = [visible_devices(table) for table in environment.values()]
         devices = next((found for lists in shown for found in lists.values()), None)

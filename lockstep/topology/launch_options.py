@@ -154,6 +154,8 @@ def _add(options: Options, option: Option, table: Mapping[str, Row], project: st
         return
     options.settings.pop(row.target, None)
     options.origins[row.target] = option
+    for flag in [flag for flag in options.unsettled if table[flag].target == row.target]:
+        del options.unsettled[flag]  # the last one counts
     if row.convert is None:
         options.settings[row.target] = row.present
         return

@@ -399,7 +399,7 @@ def test_of_a_model_that_is_not_known_only_the_grid_is_judged(tmp_path: Path) ->
         "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 3 "
         "--sequence-parallel --expert-tensor-parallel-size 1 --rollout-num-gpus-per-engine 8\n"
     )
-    (verdict,) = plan_launch(script).verdicts
+    (verdict,) = plan_launch(script, hardware="h100").verdicts
     assert verdict.plan is None
     assert rules(verdict, "error") == {"expert-grid", "dense-grid", "device-connections"}
     assert "is no model of the catalogue" in found(verdict)["model-unknown"][0][1]

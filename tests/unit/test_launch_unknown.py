@@ -196,3 +196,34 @@ def test_dp_attention_divides_the_prefill_chunk(tmp_path: Path) -> None:
 
     assert working("--dp-size 8 --enable-dp-attention") == pytest.approx(working(""), rel=0.02)
     assert working("--dp-size 4 --enable-dp-attention") == pytest.approx(working(""), rel=0.02)
+
+
+def test_another_name_of_an_option_leaves_it_as_open(tmp_path: Path) -> None:
+    """``--tp $TP`` is ``--tp-size``; it was judged as tp 1, and dp 8 refused."""
+    condition = 'if [ "$NNODES" -gt 1 ]; then TP=16; else TP=8; fi\n'
+    serve = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --dp 8 --enable-dp-attention --tp "
+    assert severities(judged(tmp_path, f"{condition}{serve}$TP\n"))["sglang-dp-attention"] == "warning"
+    assert severities(judged(tmp_path, f"{serve}4\n"))["sglang-dp-attention"] == "error"
+
+
+def test_the_last_one_of_an_option_settles_it_by_whatever_name(tmp_path: Path) -> None:
+    serve = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --tp-size $(count) --tp 8\n"
+    found = judged(tmp_path, serve)
+    assert "not-known" not in severities(found)
+    assert found.launch.job is not None
+    assert found.launch.job.engine is not None
+    assert found.launch.job.engine.tp == 8
+    assert "engine.tp" not in found.launch.unknown
+
+
+@pytest.mark.parametrize(("hardware", "severity"), [(None, "warning"), ("h200", "error"), ("gb300", None)])
+def test_blackwell_does_without_one_connection_a_device(
+    hardware: str | None, severity: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES} --num-experts 8 --tensor-model-parallel-size 4 "
+        "--sequence-parallel --micro-batch-size 1 --global-batch-size 4 --seq-length 4096\n"
+    )
+    (verdict,) = plan_launch(script, hardware=hardware).verdicts
+    assert severities(verdict).get("device-connections") == severity
