@@ -29,6 +29,7 @@ from lockstep.parity.bootstrap import METRICS, metric_value
 from lockstep.parity.factors import builtin_factors, choose_factors
 from lockstep.parity.measure import measure_scores
 from lockstep.parity.plan import Deployment, Measured, measure_pairs, plan
+from lockstep.records import Sequence
 
 DONE, FAILED = 0, 1
 WIDTH_IN_A_FILE = 200
@@ -125,11 +126,14 @@ def replay(
         if bench.served:
             what += f", with the {len(bench.served)} tensors that it served differently from the trainer"
     ours, theirs = _recorded(evidence, trainer=True), _recorded(evidence, trainer=False)
+    seen = _seen(evidence)
     rows = {
-        "recorded trainer/recorded engine": measure_scores(ours, theirs, bench.sequences),
-        "recorded trainer/replayed": measure_scores(ours, scored, bench.sequences),
-        "replayed/recorded engine": measure_scores(scored, theirs, bench.sequences),
+        "recorded trainer/recorded engine": measure_scores(ours, theirs, *seen),
+        "recorded trainer/replayed": measure_scores(ours, scored, *seen),
+        "replayed/recorded engine": measure_scores(scored, theirs, bench.fresh, bench.rollout_ids),
     }
+    if unseen := len(bench.recorded) - len(seen[0]):
+        say(f"the run's trainer has not scored {unseen} of {len(bench.recorded)} sequences: its rows are without them")
     say(f"{evidence.note}\nreplayed: {what}, on {next(bench.model.parameters()).device}")
     if as_json:
         shown = {name: _finite(agreement.flat("")) for name, agreement in rows.items()}
@@ -206,7 +210,7 @@ def _judged_bound(evidence: Evidence, recorded: Scores | None) -> BoundConfig:
 def _failed_elsewhere(evidence: Evidence) -> list[str]:
     """Bounded metrics that can't be resampled and are above their bound in the recorded batch."""
     ours, theirs = _recorded(evidence, trainer=True), _recorded(evidence, trainer=False)
-    metrics = measure_scores(ours, theirs, evidence.bench.sequences).metrics
+    metrics = measure_scores(ours, theirs, *_seen(evidence)).metrics
     others = [bound for bound in evidence.bounds if bound.metric not in METRICS]
     return [bound.metric for bound in others if not (metrics.get(bound.metric) or 0.0) <= bound.bound]
 
@@ -259,13 +263,21 @@ def _label(trial: Trial) -> str:
 
 
 def _recorded(evidence: Evidence, *, trainer: bool) -> dict[str, LogProbs]:
-    found: dict[str, LogProbs] = {}
+    """What one side recorded in the run; without the sequences that the trainer did not score."""
+    version, found = evidence.bench.version, {}
     for one in evidence.bench.recorded:
         values = one.train_logprobs if trainer else one.sequence.logprobs
-        if values is None:
-            values = np.full(len(one.sequence.tokens), np.nan, dtype=np.float32)
-        found[one.sequence.sequence_id] = LogProbs(values, evidence.bench.version)
+        if values is not None:
+            found[one.sequence.sequence_id] = LogProbs(values, version)
     return found
+
+
+def _seen(evidence: Evidence) -> tuple[list[Sequence], list[str]]:
+    """Sequences that the run's trainer scored, and their rollouts."""
+    bench = evidence.bench
+    rows = zip(bench.fresh, bench.recorded, strict=True)
+    seen = [(sequence, one.rollout_id) for sequence, one in rows if one.train_logprobs is not None]
+    return [sequence for sequence, _ in seen], [rollout_id for _, rollout_id in seen]
 
 
 def _numbers(agreement: Agreement) -> list[str]:

@@ -79,9 +79,13 @@ def measure_step(
 
 
 def measure_scores(
-    train: Mapping[str, LogProbs], engine: Mapping[str, LogProbs], sequences: Seq[Sequence]
+    train: Mapping[str, LogProbs],
+    engine: Mapping[str, LogProbs],
+    sequences: Seq[Sequence],
+    rollout_ids: Seq[str] | None = None,
 ) -> Agreement:
-    """Agreement of ``Trainer.logprobs`` and ``Engine.score`` on the sampled tokens of given sequences.
+    """Agreement of ``Trainer.logprobs`` and ``Engine.score`` on the sampled tokens of given sequences, of which several
+    may belong to one of ``rollout_ids`` (None: each is a rollout).
 
     Also argmax and expert agreement where both sides report them for every sequence. Sequences scored at different
     versions are stale.
@@ -108,6 +112,7 @@ def measure_scores(
         [a.logprobs for a in ours],
         [b.logprobs for b in theirs],
         [s.loss_mask for s in sequences],
+        rollout_ids=rollout_ids,
         versions=[np.full(len(b.logprobs), b.version) for b in theirs],
         version=versions.pop() if versions else 0,
         train_top1=tops[0] if has_tops else None,

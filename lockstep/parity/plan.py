@@ -139,13 +139,9 @@ def measure_pairs(
         if updated is None:
             raise ValueError(f"{NODES['updated']} needs its weights, and this bench has those of one version")
         scored["updated"] = {key: LogProbs(one.logprobs, bench.version) for key, one in updated().items()}
-    fresh = [
-        replace(s, loss_mask=s.loss_mask & (s.versions == bench.version) & (s.kv_versions == bench.version))
-        for s in bench.sequences
-    ]
     results = []
     for pair in [*pairs, ENDS]:
-        agreement = measure_scores(scored[pair.second], scored[pair.first], fresh)
+        agreement = measure_scores(scored[pair.second], scored[pair.first], bench.fresh, bench.rollout_ids)
         found = {metric: agreement.metrics.get(metric) for metric in bounds}
         above = [metric for metric, value in found.items() if value is None or not value <= bounds[metric]]
         shown = next(iter(above), next(iter(bounds)))

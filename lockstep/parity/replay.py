@@ -106,6 +106,18 @@ class Bench:
         """The recorded sequences in order."""
         return [one.sequence for one in self.recorded]
 
+    @property
+    def fresh(self) -> list[Sequence]:
+        """The same, counting only tokens that were sampled and cached at this bench's version; others are stale."""
+        version = self.version
+        masks = [s.loss_mask & (s.versions == version) & (s.kv_versions == version) for s in self.sequences]
+        return [replace(s, loss_mask=mask) for s, mask in zip(self.sequences, masks, strict=True)]
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        """The rollout of each recorded sequence."""
+        return [one.rollout_id for one in self.recorded]
+
     # --- both sides ---------------------------------------------------------------------------------------------------
 
     def engine(self, setting: Setting) -> TorchEngine:
@@ -212,14 +224,17 @@ class Bench:
         pairs = [(trained[s.sequence_id].logprobs, engine[s.sequence_id].logprobs) for s in self.sequences]
         return self.compared(pairs, seconds)
 
-    def compared(self, pairs: Seq[tuple[np.ndarray, np.ndarray]], seconds: float = 0.0) -> Scores:
-        """(l_train, l_roll) [T] of every recorded sequence as the scores of its eligible tokens, by rollout.
+    def compared(self, pairs: Seq[tuple[np.ndarray | None, np.ndarray]], seconds: float = 0.0) -> Scores:
+        """(l_train, l_roll) [T] of every recorded sequence as the scores of its eligible tokens, by rollout; sequences
+        without l_train are left out.
 
         Raises ValueError if no token was sampled and cached at this bench's version.
         """
         by_rollout: dict[str, list[np.ndarray]] = {}
         nonfinite = eligible_tokens = 0
         for one, (train, rollout) in zip(self.recorded, pairs, strict=True):
+            if train is None:
+                continue
             s = one.sequence
             eligible = s.loss_mask & (s.versions == self.version) & (s.kv_versions == self.version)
             d = train[eligible].astype(np.float64) - rollout[eligible]
@@ -233,10 +248,9 @@ class Bench:
         return Scores(differences, nonfinite, seconds, eligible_tokens)
 
     def as_recorded(self) -> Scores | None:
-        """The difference that the run itself saw; None if the trainer's log-probs were not all recorded."""
-        pairs = [(one.train_logprobs, one.sequence.logprobs) for one in self.recorded]
-        known = [(train, rollout) for train, rollout in pairs if train is not None]
-        return self.compared(known) if len(known) == len(pairs) else None
+        """The difference that the run itself saw, in the sequences that its trainer scored; None if it scored none."""
+        known = any(one.train_logprobs is not None and one.sequence.loss_mask.any() for one in self.recorded)
+        return self.compared([(one.train_logprobs, one.sequence.logprobs) for one in self.recorded]) if known else None
 
     def evaluator(self, factors: Seq[Factor]) -> Callable[[Names], Scores]:
         """What ``attribute`` calls: the changes of the named factors in their order, then both sides."""

@@ -94,6 +94,27 @@ def test_the_command_replays_on_either_side(
     assert told["pairs"]["recorded trainer/recorded engine"]["abs_diff/mean"] > 1e-4
 
 
+def test_sequences_that_the_runs_trainer_never_scored_are_left_out_and_not_called_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In bypass with two optimizer steps the gate stops a run whose trainer has seen half of the batch."""
+    bypass = ["algorithm.corrections.bypass=true", "algorithm.optimizer_steps_per_batch=2"]
+    run_dir = tmp_path / "run"
+    with layer_dropped(LAYER, after=4):
+        assert train(load_recipe("tiny-qwen3-moe", [*SETTINGS, *bypass]), run_dir) == 1
+    bench = from_run(run_dir).bench
+    assert {one.train_logprobs is None for one in bench.recorded} == {True, False}
+    recorded = bench.as_recorded()
+    assert recorded is not None
+    assert recorded.num_nonfinite == 0
+    _, told = as_json(capsys, "parity", "replay", str(run_dir), str(last_step(run_dir)))
+    ours, whole = (told["pairs"][name] for name in ("recorded trainer/recorded engine", "replayed/recorded engine"))
+    assert ours["nonfinite"] == 0
+    assert 0 < ours["tokens"] < whole["tokens"]
+    code, found = as_json(capsys, "parity", "attribute", str(run_dir), "--factor", "prefill", "--factor", "load")
+    assert (code, found["minimal"]) == (0, [["load"]])
+
+
 def test_another_dtype_is_as_far_off_as_that_dtype(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = str(last_step(stopped))
     _, told = as_json(capsys, "parity", "replay", str(stopped), step, "--dtype", "bfloat16")

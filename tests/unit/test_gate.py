@@ -267,6 +267,8 @@ def test_scores_of_both_sides_are_compared_with_argmax_and_routes_of_the_produci
     assert agreement.metrics["argmax_agree"] == pytest.approx(6 / 8)
     assert agreement.buckets["routes"]["flipped"].abs_diff_mean == pytest.approx(1.0)
     assert agreement.buckets["routes"]["equal"].abs_diff_max == 0.0
+    pooled = measure_scores(side(2), engine, [*sequences], ["r", "r"])
+    assert pooled.metrics["abs_diff/rollout_mean"] == pytest.approx(pooled.metrics["abs_diff/mean"])
     assert measure_scores(side(3), side(2), sequences).unjudged  # an engine that was not refitted is stale
     with pytest.raises(ValueError, match="sequence s1 was not scored by the engine"):
         measure_scores(side(2), {"s0": engine["s0"]}, sequences)
