@@ -51,9 +51,10 @@ def find_program(invocation: Invocation) -> Program | None:
         if found is None:
             continue
         project, name, start = found
-        wrapper, assigned = _wrapper(words[:index])
+        around = (*invocation.outer, *words[:index])
+        wrapper, assigned = _wrapper(around)
         environment = {**invocation.environment, **assigned}
-        submitted = [w.text for w in words[:index]][:3] == ["ray", "job", "submit"]
+        submitted = [w.text for w in around][:3] == ["ray", "job", "submit"]
         problems: list[str] = []
         if "runtime-env-json" in wrapper:
             variables = runtime_environment(wrapper["runtime-env-json"])

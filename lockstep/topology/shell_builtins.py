@@ -54,13 +54,15 @@ def simple(follower: Follower, command: Simple) -> Flow:
     if name and re.match(r"--?[a-zA-Z]", name):
         follower.found.detached.append((command.line, " ".join(value.text for value in fields[:3])))
     environment = {key: state.scalar(key, command.line).settled() for key in sorted(state.exported)}
+    own: list[Value] = []
     for word in prefix:
         key, value = _temporary(follower, word)
         environment[key] = value.settled()
+        own.append(Value((f"{key}=", *value.parts), word.line))
     started = tuple(field.settled() for field in fields)
-    follower.found.invocations.append(Invocation(started, environment, command.line))
+    follower.found.invocations.append(Invocation(started, environment, command.line, follower.outer))
     follower.verdict = RAN
-    return _inner_scripts(follower, fields, command.redirects)
+    return _inner_scripts(follower, fields, command.redirects, own)
 
 
 def _assignment(word: Word) -> re.Match[str] | None:
@@ -152,8 +154,11 @@ def _declared(follower: Follower, value: Value) -> str:
     return value.known or "" if re.fullmatch(r"[A-Za-z_]\w*", value.known or "") else ""
 
 
-def _inner_scripts(follower: Follower, fields: Sequence[Value], redirects: Sequence[Redirect]) -> Flow:
-    """Scripts in the words or the input of a command: ``bash -c "…"``, ``ssh host "…"``, ``bash <<EOF``."""
+def _inner_scripts(
+    follower: Follower, fields: Sequence[Value], redirects: Sequence[Redirect], own: Sequence[Value]
+) -> Flow:
+    """Scripts in the words or the input of a command: ``bash -c "…"``, ``ssh host "…"``, ``bash <<EOF``. ``own``: the
+    variables that are set for it, as words."""
     if follower.marker is None:
         return None
     names = {(field.known or "").rpartition("/")[2] for field in fields}
@@ -161,11 +166,12 @@ def _inner_scripts(follower: Follower, fields: Sequence[Value], redirects: Seque
     if not runs_shell:
         return None
     texts = [field for field in fields[1:] if re.search(r"\s", field.text)]
+    around = {id(field): (*own, *fields[:index]) for index, field in enumerate(fields)}
     if fields[0].known and fields[0].known.rpartition("/")[2] in (*_SHELLS, "ssh", "srun", "sbatch"):
         texts += [expand_text(r.word, follower.state) for r in redirects if r.operator in ("<<", "<<-", "<<<")]
     for text in texts:
         if follower.marker.search(text.text):
-            follower.nested(text.text, text.line, own_shell=True)
+            follower.nested(text.text, text.line, own_shell=True, outer=around.get(id(text), (*own, *fields)))
     follower.verdict = RAN
     return None
 

@@ -51,11 +51,13 @@ MAX_SOURCES = 32
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """A command that the script starts: its words, and the variables that it gets from the script."""
+    """A command that the script starts: its words, and the variables that it gets from the script. ``outer``: the words
+    before the script that it stands in, ``srun --nodes=4 bash -c``."""
 
     words: tuple[Value, ...]
     environment: dict[str, Value]
     line: int
+    outer: tuple[Value, ...] = ()
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class Follower:
         self.line = 1
         self.calls = 0
         self.sources = 0
+        self.outer: tuple[Value, ...] = ()
 
     def block(self, block: Block) -> Flow:
         """Follow commands in order; ``verdict`` is then the last one's."""
@@ -308,22 +311,35 @@ class Follower:
         self.state = outer
         return flow if flow is None else None
 
-    def nested(self, text: str, line: int, *, own_shell: bool) -> Flow:
-        """A text that is a script of its own; ``own_shell``: it sees exported variables only."""
+    def nested(self, text: str, line: int, *, own_shell: bool, outer: tuple[Value, ...] = ()) -> Flow:
+        """A text that is a script of its own; ``own_shell``: it sees exported variables only, and what the words
+        before it assign (``outer``: ``A=1 bash -c``, ``docker run -e A=1``)."""
         if self.calls >= MAX_CALLS:
             raise ShellError(line, f"scripts and functions nested deeper than {MAX_CALLS}")
         block = parse_script(text, line)
-        outer = self.state
+        state, words = self.state, self.outer
         if own_shell:
-            self.state = outer.copy()
-            self.state.variables = {k: v for k, v in outer.variables.items() if k in outer.exported}
+            self.state = state.copy()
+            self.state.variables = {k: v for k, v in state.variables.items() if k in state.exported}
+            self.outer = (*words, *outer)
+            self.export(outer)
         self.calls += 1
         flow = self.block(block)
         self.calls -= 1
         if own_shell:
-            self.state = outer
+            self.state, self.outer = state, words
             return None
         return flow
+
+    def export(self, words: Sequence[Value]) -> None:
+        """Variables of the words ``NAME=value``."""
+        for word in words:
+            first = word.parts[0] if word.parts else ""
+            name = re.match(r"([A-Za-z_]\w*)=", first) if isinstance(first, str) else None
+            if name is not None and isinstance(first, str):
+                parts = (first[name.end() :], *word.parts[1:])
+                self.state.assign(name.group(1), Value(tuple(part for part in parts if part != ""), word.line))
+                self.state.exported.add(name.group(1))
 
     def call(self, name: str, arguments: tuple[Value, ...]) -> Flow:
         """A function of the script."""

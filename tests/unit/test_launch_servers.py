@@ -115,3 +115,34 @@ def test_a_run_of_rollouts_alone_has_no_trainer(tmp_path: Path) -> None:
     assert verdict.launch.job.train is None
     assert verdict.plan is not None
     assert not any(item.owner == "trainer" for phase in verdict.plan.phases for item in phase.items)
+
+
+def test_what_starts_a_shell_counts_for_the_commands_within(tmp_path: Path) -> None:
+    """The nodes of ``srun`` around ``bash -c`` were lost, and its variables with them."""
+    sizes = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --group-query-attention"
+    job = f"python pretrain_gpt.py {sizes} --tensor-model-parallel-size $TP --micro-batch-size 1 --global-batch-size 16"
+    found = judged(
+        tmp_path, f"CUDA_DEVICE_MAX_CONNECTIONS=1 TP=8 srun -N 4 --ntasks-per-node=8 bash -c '{job} --seq-length 4096'"
+    )
+    assert found.launch.job is not None
+    assert found.launch.job.train is not None
+    assert (found.launch.job.nodes, found.launch.job.gpus_per_node, found.launch.job.train.tp) == (4, 8, 8)
+    assert "device-connections" not in repairs(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "docker run -e TP=4 image bash -c 'vllm serve Qwen/Qwen3-4B -tp $TP'",
+        "export TP=3\nTP=4 bash -c 'vllm serve Qwen/Qwen3-4B -tp $TP'",
+        "env TP=4 bash -c 'vllm serve Qwen/Qwen3-4B -tp $TP'",
+        "TP=3 bash -c 'true vllm serve'\nTP=4\nvllm serve Qwen/Qwen3-4B -tp $TP",
+    ],
+)
+def test_variables_before_a_shell_are_its_own(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(text + "\n")
+    job = plan_launch(script, hardware="h200").verdicts[-1].launch.job
+    assert job is not None
+    assert job.engine is not None
+    assert job.engine.tp == 4
