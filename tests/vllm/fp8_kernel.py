@@ -1,8 +1,8 @@
 """A block-fp8 product in plain torch, for CPUs that vLLM has none for (its own needs AMX).
 
 Everything before the product is vLLM's: the layers' parameters, the loaders, the layer-wise reload, and the
-post-processing that re-lays a weight, which here is a transpose, so that the live weight has another shape than the
-checkpoint's, as kernels do it.
+post-processing that re-lays a weight and its scales. Here that is a transpose, and scales padded to whole tiles of 4,
+so that both have another shape live than in the checkpoint, as kernels do it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
+TILE = 4
+
 
 class TorchBlockKernel(Fp8BlockScaledMMLinearKernel):
-    """y = x dequantised(W)ᵀ, the weight kept as [in, out] codes."""
+    """y = x dequantised(W)ᵀ, the weight kept as [in, out] codes, its scales padded with ones."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -32,6 +34,9 @@ class TorchBlockKernel(Fp8BlockScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         replace_parameter(layer, "weight", layer.weight.data.t().contiguous())  # pyright: ignore
+        scale = layer.weight_scale_inv.data
+        rows, columns = (-size % TILE for size in scale.shape)
+        replace_parameter(layer, "weight_scale_inv", F.pad(scale, (0, columns, 0, rows), value=1.0))
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         codes = layer.weight.t().float()
