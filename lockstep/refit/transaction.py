@@ -109,9 +109,9 @@ def run_refit(
         with span("refit/verify"), clock("verify"):
             claims = _claims(manifest, source, receiver, moved.transported, verify=verify, behaves=behaves)
     except BaseException as error:
-        receiver.abort(f"{type(error).__name__}: {error}")
+        beside = _aborted(receiver, f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
-            raise RefitError(f"refit to version {manifest.version} failed: {error}") from error
+            raise RefitError(f"refit to version {manifest.version} failed: {error}{beside}") from error
         raise
     receipt = Receipt(
         version=manifest.version,
@@ -130,14 +130,24 @@ def run_refit(
     _warn_of_same_bytes(receipt)
     if receipt.failed:
         reason = "; ".join(f"{claim.name}: {claim.detail}" for claim in receipt.failed)
-        receiver.abort(reason)
-        raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}", receipt)
+        beside = _aborted(receiver, reason)
+        raise RefitError(f"refit to version {manifest.version}: a claim failed: {reason}{beside}", receipt)
     try:
         receiver.resume()
     except Exception as error:
-        receiver.abort(f"{type(error).__name__}: {error}")
-        raise RefitError(f"refit to version {manifest.version} could not be resumed from: {error}", receipt) from error
+        beside = _aborted(receiver, f"{type(error).__name__}: {error}")
+        what = f"refit to version {manifest.version} could not be resumed from: {error}{beside}"
+        raise RefitError(what, receipt) from error
     return receipt
+
+
+def _aborted(receiver: WeightReceiver, reason: str) -> str:
+    """Leave the engine unfit. Returns what went wrong in that, to be said beside the cause and not in its place."""
+    try:
+        receiver.abort(reason)
+    except Exception as error:
+        return f"; the engine's abort failed as well: {type(error).__name__}: {error}"
+    return ""
 
 
 def _warn_of_same_bytes(receipt: Receipt) -> None:

@@ -119,6 +119,23 @@ def test_a_faulty_transfer_is_named_and_the_engine_serves_nothing(fault: str) ->
     assert largest_difference(trainer, engine, "decode") < 1e-5
 
 
+@pytest.mark.parametrize("fault", ["die", "one bit"])
+def test_an_abort_that_fails_too_does_not_hide_the_cause(fault: str) -> None:
+    trainer, engine = make_pair("llama")
+    faulty: Any = _Faulty(engine.receiver(), fault)
+
+    def abort(reason: str) -> None:
+        engine.receiver().abort(reason)
+        raise ValueError("nor can it be put back")
+
+    faulty.abort = abort
+    with pytest.raises(RefitError, match="peer is gone" if fault == "die" else "a claim failed: loaded") as caught:
+        run_refit(trainer.weights(), faulty, make_transport("local"), verify=True)
+    assert str(caught.value).endswith("; the engine's abort failed as well: ValueError: nor can it be put back")
+    with pytest.raises(EngineUnfit):
+        engine.score([probe()])
+
+
 class _Renamed:
     """A source whose manifest has one name wrong."""
 
