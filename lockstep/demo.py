@@ -40,6 +40,8 @@ FACTORS = ("prefill", "fast-path-off", "packing-single", "load")
 SETTINGS = (
     "name='stale-refit'",
     f"steps={STALE_STEP + 1}",
+    # A few dozen tokens a step: a second thread mostly waits, and beside other work both wait for each other.
+    "threads=1",
     "algorithm.num_prompts=2",
     "algorithm.group_size=4",
     "rollout.max_new_tokens=8",
