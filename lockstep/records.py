@@ -269,6 +269,18 @@ class TensorSpec:
     scale: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A source's tensor before its name was translated, and the translated ones that lie in it: together all of it.
+
+    ``parts``: their names, and where they lie if the tensor is contiguous, as size, stride and offset in elements.
+    """
+
+    spec: TensorSpec
+    parts: tuple[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int]], ...]
+    names: frozenset[str]
+
+
 Naming = Literal["module", "checkpoint"]
 """Whose tensor names: those of transformers' modules (fused expert stacks), or those of published checkpoints (one
 tensor per expert and projection), which engines' own loaders read."""

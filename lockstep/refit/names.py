@@ -8,14 +8,15 @@ nothing, but for rows that interleave. Members of an atomic group follow each ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from lockstep.interfaces import WeightSource
-from lockstep.records import Manifest, Naming, TensorSpec
+from lockstep.records import Manifest, Naming, Original, TensorSpec
 from lockstep.refit.name_tables import TABLES, NameMapError, Row, filled, matched
 
 Shard = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
@@ -76,6 +77,7 @@ class _Plan:
     inputs_of_group: dict[str, set[str]]
     order: dict[str, int]
     renamed: dict[str, TensorSpec]  # by the source's name: tensors that only change their name, in a group of their own
+    originals: dict[str, Original] | None  # None if a tensor is computed
 
 
 class _Translated:
@@ -91,6 +93,11 @@ class _Translated:
         """The source's, with the translated tensors, groups kept together."""
         manifest = self._source.manifest()
         return replace(manifest, tensors=self._plan.specs, tied=self._tied(manifest), naming=self._naming)
+
+    def originals(self) -> tuple[WeightSource, Mapping[str, Original]] | None:
+        """The source as it was, and what each of its tensors holds; None where a tensor is computed. For whoever knows
+        where the parts belong, and would rather copy a stack than its experts."""
+        return None if self._plan.originals is None else (self._source, self._plan.originals)
 
     def shards(self) -> Iterator[Shard]:
         """The translated shards, group by group. A tensor that the source never brings is left out: the receiver counts
@@ -161,7 +168,21 @@ def _plan(model_type: str, tensors: tuple[TensorSpec, ...], naming: Naming) -> _
             for unit in units
             if unit.row.layout == "same" and len(inputs_of_group[unit.outputs[0].group]) == 1
         },
+        originals=_originals(units) if naming == "checkpoint" else None,
     )
+
+
+def _originals(units: list[_Unit]) -> dict[str, Original] | None:
+    """By the source's name; None if a row does more than cut a contiguous tensor along its first dimensions."""
+    originals: dict[str, Original] = {}
+    for unit in units:
+        if unit.row.layout not in ("same", "experts"):
+            return None
+        size = unit.outputs[0].shape
+        strides = tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+        parts = [(spec.name, (size, strides, index * math.prod(size))) for index, spec in enumerate(unit.outputs)]
+        originals[unit.inputs[0].name] = Original(unit.inputs[0], tuple(parts), frozenset(name for name, _ in parts))
+    return originals
 
 
 Unit = _Unit

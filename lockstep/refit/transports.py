@@ -11,15 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from lockstep.config.schema import RefitConfig
 from lockstep.interfaces import WeightReceiver, WeightSource
-from lockstep.records import Claim
+from lockstep.records import Claim, Original
 from lockstep.refit.cuda_ipc import CudaBuffer
 from lockstep.refit.disk import DiskTransport
 from lockstep.refit.pipeline import BucketTransport
@@ -47,11 +47,14 @@ class LocalTransport:
     def transfer(self, source: WeightSource, receiver: WeightReceiver) -> Transfer:
         """Copy all tensors. They have been copied when this returns, on a GPU too: a trainer may write to them again,
         and the time of this phase is that of the copies."""
-        counter = _ByteCounter()
-        receiver.receive(counter.counted(whole_tensors(source)))
-        if counter.on_gpu:
+        num_bytes = _originals_into(receiver, source)
+        if num_bytes is None:
+            counter = _ByteCounter()
+            receiver.receive(counter.counted(whole_tensors(source)))
+            num_bytes = counter.num_bytes
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return Transfer(counter.num_bytes, 0, _no_wire(self.name))
+        return Transfer(num_bytes, 0, _no_wire(self.name))
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -90,13 +93,30 @@ def _no_wire(transport: str) -> Claim:
     return Claim("transported", "not checked", f"transport {transport} stays within the process: there is no wire")
 
 
+@runtime_checkable
+class _Translated(Protocol):
+    def originals(self) -> tuple[WeightSource, Mapping[str, Original]] | None: ...
+
+
+@runtime_checkable
+class _TakesOriginals(Protocol):
+    def receive_originals(self, source: WeightSource, originals: Mapping[str, Original]) -> int | None: ...
+
+
+def _originals_into(receiver: WeightReceiver, source: WeightSource) -> int | None:
+    """The bytes of a source whose tensors went in under the names that they had before they were translated; None if
+    one of the ends can't."""
+    if not isinstance(source, _Translated) or not isinstance(receiver, _TakesOriginals):
+        return None
+    found = source.originals()
+    return None if found is None else receiver.receive_originals(*found)
+
+
 class _ByteCounter:
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.on_gpu = False
 
     def counted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             self.num_bytes += tensor.nbytes
-            self.on_gpu |= tensor.is_cuda
             yield name, tensor

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from lockstep.records import Original
 from lockstep.rollout.vllm_coverage import Geometry
 from lockstep.rollout.vllm_layout import LiveLayout
 
@@ -34,6 +35,18 @@ class DirectCopy:
         """For a model whose every weight can be written in place; None where one can't."""
         places = layout.places()
         return None if places is None else cls(places)
+
+    def composed(self, originals: Mapping[str, Original]) -> DirectCopy:
+        """The same for tensors that hold several of the checkpoint's each. What lies side by side at both ends is one
+        copy: a stack of experts, and not each of them."""
+        return DirectCopy({
+            name: _merged([
+                (target, (size, stride, region[2] + offset))
+                for part, region in original.parts
+                for target, (size, stride, offset) in self._pieces[part]
+            ])
+            for name, original in originals.items()
+        })  # fmt: skip
 
     def copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all of them; they may be given up when the GPU has done so."""
@@ -57,3 +70,35 @@ def _source(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         return tensor
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     return whole.as_strided(size, stride, whole.storage_offset() + offset)
+
+
+def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Pieces of one tensor, in which runs that go on at both ends are one flat piece."""
+    merged: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one[1][2]):
+        if merged and (both := _joined(merged[-1], piece)) is not None:
+            merged[-1] = both
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _joined(one: Piece, other: Piece) -> Piece | None:
+    """Two pieces as one, if the second begins where the first ends, in the source and in one storage."""
+    (target, (size, stride, offset)), (following, (size2, stride2, offset2)) = one, other
+    count = target.numel()
+    if target.untyped_storage().data_ptr() != following.untyped_storage().data_ptr():
+        return None
+    if not (_is_dense(size, stride) and _is_dense(size2, stride2)):
+        return None
+    if not (target.is_contiguous() and following.is_contiguous()) or target.dtype != following.dtype:
+        return None
+    start = target.storage_offset()
+    if offset2 != offset + count or following.storage_offset() != start + count:
+        return None
+    both = (count + following.numel(),)
+    return target.as_strided(both, (1,), start), (both, (1,), offset)
+
+
+def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return torch.empty(size, device="meta").stride() == tuple(stride)

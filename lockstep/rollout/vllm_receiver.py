@@ -12,13 +12,14 @@ The registry of derived state is handed in (``DerivedState``): it belongs to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from lockstep.records import DerivedReport, Manifest, Naming, Quantisation, TensorSpec
+from lockstep.interfaces import WeightSource
+from lockstep.records import DerivedReport, Manifest, Naming, Original, Quantisation, TensorSpec
 from lockstep.rollout.receiver import RefitHost, RefitRefused, arriving
 from lockstep.rollout.vllm_direct import DirectCopy
 from lockstep.rollout.vllm_hooks import served_model
@@ -87,6 +88,7 @@ class VllmReceiver:
         self._repaired: tuple[DerivedReport, ...] = ()
         self._loading = False
         self._direct: DirectCopy | None = None
+        self._composed: tuple[DirectCopy, Mapping[str, Original], DirectCopy] | None = None
         self._addresses: dict[str, int] = {}
 
     @property
@@ -162,6 +164,23 @@ class VllmReceiver:
         except BaseException as error:
             self.abort(f"the transfer of version {manifest.version} broke off: {error}")
             raise
+
+    def receive_originals(self, source: WeightSource, originals: Mapping[str, Original]) -> int | None:
+        """Copy a source's tensors, which hold the manifest's as ``originals`` says, straight into place: their bytes.
+        None, with nothing done, where the way in is not straight."""
+        manifest = self._begun()
+        if self._direct is None:
+            return None
+        if self._composed is None or self._composed[0] is not self._direct or self._composed[1] is not originals:
+            self._composed = (self._direct, originals, self._direct.composed(originals))
+        arrivals = _Originals(source, originals, self._received, manifest.version)
+        try:
+            with torch.no_grad():
+                self._composed[2].copy(arrivals)
+        except BaseException as error:
+            self.abort(f"the transfer of version {manifest.version} broke off: {error}")
+            raise
+        return arrivals.num_bytes
 
     def alias(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refused: vLLM computes from layouts of its own."""
@@ -324,3 +343,23 @@ class VllmReceiver:
             left = self._reload.unfinished(self._model.get_submodule(path))
             if left is not None and (left[0] == 0 or (left[0] < left[1] and path not in plan.padded)):
                 raise RefitRefused(f"{path}: the loader wrote {left[0]} of {left[1]} values")
+
+
+class _Originals:
+    """Each whole tensor of a source, checked against what was announced; what it holds is added to ``received``."""
+
+    def __init__(
+        self, source: WeightSource, originals: Mapping[str, Original], received: set[str], version: int
+    ) -> None:
+        self._source, self._originals, self._received, self._version = source, originals, received, version
+        self._specs = {name: original.spec for name, original in originals.items()}
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        arrived: set[str] = set()
+        for name, _, _, tensor in self._source.shards():
+            arriving(name, tensor, self._specs, arrived, self._version)
+            arrived.add(name)
+            self._received |= self._originals[name].names
+            self.num_bytes += tensor.nbytes
+            yield name, tensor

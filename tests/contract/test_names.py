@@ -24,6 +24,8 @@ from lockstep.refit.names import as_checkpoint, as_module, families
 from tests.contract.tiny_models import CONFIGS, tiny_model
 
 OFFICIAL = ("deepseek_v4", "inkling_text")
+INTERLEAVED = ("inkling_text",)
+"""Whose checkpoints weave gate and up row by row: no contiguous part of one tensor."""
 
 
 def source_of(model_type: str, **overrides: Any) -> ModelWeights:
@@ -265,6 +267,29 @@ def test_unknown_names_and_families_are_refused_by_name() -> None:
         as_checkpoint(Listed("qwen3", {EXPERTS + "down_proj": torch.zeros(2, 2, 2)}))
     with pytest.raises(NameMapError, match="not 2 equal parts"):
         as_checkpoint(Listed("qwen3_moe", {EXPERTS + "gate_up_proj": torch.zeros(2, 3, 2)}))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_what_lies_in_a_sources_tensors_is_what_the_translation_brings(model_type: str) -> None:
+    source = source_of(model_type)
+    translated: Any = as_checkpoint(source)
+    expected = tensors(translated)
+    found = translated.originals()
+    assert (found is None) is (model_type in INTERLEAVED)
+    if found is None:
+        return
+    same, originals = found
+    assert same is source
+    seen: dict[str, torch.Tensor] = {}
+    for name, _, _, tensor in source.shards():
+        original = originals[name]
+        assert (original.spec.name, original.spec.shape) == (name, tuple(tensor.shape))
+        assert original.names == {part for part, _ in original.parts}
+        views = {part: tensor.contiguous().as_strided(*geometry) for part, geometry in original.parts}
+        assert sum(view.numel() for view in views.values()) == tensor.numel()
+        seen |= views
+    assert seen.keys() == expected.keys()
+    assert [name for name, view in seen.items() if not same_bits(view, expected[name])] == []
 
 
 def test_a_quantised_source_is_translated_before_it_is_quantised() -> None:

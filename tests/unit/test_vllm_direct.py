@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.records import Original, TensorSpec
+from lockstep.rollout.receiver import RefitRefused
 from lockstep.rollout.vllm_coverage import Geometry, Write
 from lockstep.rollout.vllm_direct import DirectCopy
 from lockstep.rollout.vllm_layout import LiveLayout
 from lockstep.rollout.vllm_plan import LoadPlan
+from lockstep.rollout.vllm_receiver import _Originals
 
 EXPERTS, INNER, WIDTH = 3, 4, 6
 
@@ -143,6 +147,58 @@ def test_it_is_shut_where_a_copy_would_not_do(why: str) -> None:
     assert DirectCopy.of(layout) is None
 
 
+def stacks(checkpoint: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Original]]:
+    """The checkpoint as a trainer holds it: all experts' gates and ups in one tensor; and what lies where in it."""
+    pair = (INNER, WIDTH)
+    names = [f"{expert}.{half}" for expert in range(EXPERTS) for half in ("gate", "up")]
+    stack = torch.stack([checkpoint[name] for name in names]).view(EXPERTS, 2 * INNER, WIDTH)
+    tensors = {name: tensor for name, tensor in checkpoint.items() if len(name) == 1} | {"stack": stack}
+    parts = {"stack": [(name, (pair, (WIDTH, 1), index * INNER * WIDTH)) for index, name in enumerate(names)]}
+    parts |= {name: [(name, SQUARE)] for name in "qkv"}
+    originals = {
+        name: Original(TensorSpec(name, tuple(tensor.shape), "float32", name), tuple(parts[name]), frozenset(
+            part for part, _ in parts[name]
+        ))
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    return tensors, originals
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_stack_is_one_copy_and_arrives_as_its_experts_would(turned: bool) -> None:
+    model = Served()
+    layout, checkpoint = make(model)
+    direct = DirectCopy.of(layout)
+    assert direct is not None
+    tensors, originals = stacks(checkpoint)
+    composed = direct.composed(originals)
+    assert {name: len(pieces) for name, pieces in composed._pieces.items()} == {"q": 1, "k": 1, "v": 1, "stack": 1}
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    if turned:  # not contiguous
+        tensors = {name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in tensors.items()}
+    composed.copy(tensors.items())
+    assert {name: tensor for name, tensor in layout.live() if not torch.equal(tensor, checkpoint[name])} == {}
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def test_parts_that_lie_apart_at_one_end_are_copied_apart() -> None:
+    """As where ups come before gates, or experts in another order: merging them would swap weights."""
+    model = Served()
+    layout, checkpoint = make(model)
+    direct = DirectCopy.of(layout)
+    assert direct is not None
+    tensors, originals = stacks(checkpoint)
+    names = [name for name, _ in originals["stack"].parts]
+    order = [*reversed(names)]
+    turned = torch.stack([checkpoint[name] for name in order]).view_as(tensors["stack"])
+    places = [place for _, place in originals["stack"].parts]
+    original = replace(originals["stack"], parts=tuple(zip(order, places, strict=True)))
+    composed = direct.composed(originals | {"stack": original})
+    assert len(composed._pieces["stack"]) == 2 * EXPERTS
+    composed.copy((tensors | {"stack": turned}).items())
+    assert {name: tensor for name, tensor in layout.live() if not torch.equal(tensor, checkpoint[name])} == {}
+
+
 class Kernel:
     def __init__(self, value: str) -> None:
         self.value = value
@@ -165,3 +221,49 @@ def test_a_method_that_is_a_module_is_judged_by_the_layout_that_it_left(kernel: 
     assert model.experts.quant_method in set(model.modules())
     layout, _ = make(model)
     assert (DirectCopy.of(layout) is not None) is is_open
+
+
+class Source:
+    """A trainer's tensors in whatever state the test wants them."""
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+
+    def shards(self) -> Any:
+        for name, tensor in self._tensors:
+            yield name, tuple(tensor.shape), (0,) * tensor.ndim, tensor
+
+
+def arrive(tensors: list[tuple[str, torch.Tensor]], originals: dict[str, Original]) -> tuple[set[str], int]:
+    received: set[str] = set()
+    source: Any = Source(tensors)
+    arrivals = _Originals(source, originals, received, version=7)
+    assert [name for name, _ in arrivals] == [name for name, _ in tensors]
+    return received, arrivals.num_bytes
+
+
+def test_an_original_counts_as_all_that_lies_in_it() -> None:
+    tensors, originals = stacks(make(Served())[1])
+    received, num_bytes = arrive(list(tensors.items()), originals)
+    assert received == {"q", "k", "v", *(name for name, _ in originals["stack"].parts)}
+    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    del tensors["stack"]
+    assert arrive(list(tensors.items()), originals)[0] == {"q", "k", "v"}, "the commit then misses the experts by name"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda tensors: [*tensors, tensors[0]], "q arrived twice"),
+        (lambda tensors: [*tensors, ("other", tensors[0][1])], "other arrived but is not in the manifest of version 7"),
+        (
+            lambda tensors: [("q", tensors[0][1][:2])],
+            r"q arrived as float32 \(2, 6\), its manifest says",
+        ),
+        (lambda tensors: [("q", tensors[0][1].bfloat16())], "q arrived as bfloat16"),
+    ],
+)
+def test_an_original_that_is_not_as_announced_is_refused(fault: Any, says: str) -> None:
+    tensors, originals = stacks(make(Served())[1])
+    with pytest.raises(RefitRefused, match=says):
+        arrive(fault(list(tensors.items())), originals)
