@@ -180,6 +180,7 @@ def engine_layout(config: RunConfig) -> EngineLayout:
         moe_runner=_text(more.get("moe_runner_backend")),
         deepep_mode=mode if mode in ("auto", "normal", "low_latency") else None,
         cuda_graphs=not vllm.enforce_eager if is_vllm else None,
+        attention_backend=None if is_vllm else _text(more.get("attention_backend")),
         custom_all_reduce=False if more.get("disable_custom_all_reduce") is True else None,
     )
 

@@ -27,6 +27,7 @@ SERVER: dict[str, Row] = {
     "--moe-dense-tp-size": Row("engine.moe_dense_tp", f"{_PARALLEL}: moe_dense_tp_size", optional(integer)),
     "--moe-a2a-backend": Row("engine.moe_a2a", f"{_EXEC}: moe_a2a_backend", text),
     "--moe-runner-backend": Row("engine.moe_runner", f"{_EXEC}: moe_runner_backend", text),
+    "--attention-backend": Row("engine.attention_backend", f"{_EXEC}: attention_backend", optional(text)),
     "--deepep-mode": Row(
         "engine.deepep_mode",
         f"{_EXEC}: deepep_mode",

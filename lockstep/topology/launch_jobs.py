@@ -305,7 +305,8 @@ def _placed_torchrun(job: Job, program: Program, cluster: Cluster, assumptions: 
         assumptions.append(f"GPUs per node are not known: {per_node} assumed")
     if nodes is None:
         nodes = 1
-        assumptions.append(NODES_ASSUMED)
+        if "nproc-per-node" not in wrapper or wrapper.keys() & {"nnodes", "nodes"}:
+            assumptions.append(NODES_ASSUMED)  # torchrun without --nnodes is one node
     return replace(job, nodes=nodes, gpus_per_node=per_node)
 
 

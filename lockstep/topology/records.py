@@ -245,6 +245,7 @@ class EngineLayout:
     deepep_mode: Literal["auto", "normal", "low_latency"] | None = None
     cuda_graphs: bool | None = None
     custom_all_reduce: bool | None = None
+    attention_backend: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

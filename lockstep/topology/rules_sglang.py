@@ -15,6 +15,8 @@ from lockstep.topology.rules_rollout import (
     vendor_problem,
 )
 
+_FOR_BLACKWELL = ("trtllm_mla", "trtllm_mha", "tokenspeed_mla")
+
 
 @rule(
     "sglang-experts",
@@ -277,3 +279,29 @@ def sglang_deepep_v2(job: Job) -> str | None:
     if engine.moe_a2a != "deepep_v2" or engine.moe_runner in (None, "auto", "deep_gemm"):
         return None
     return f"all-to-all back end deepep_v2 with moe_runner {engine.moe_runner}: it needs deep_gemm"
+
+
+def own_attention(job: Job) -> list[Changes]:
+    """The attention back end that SGLang chooses by itself."""
+    return [(("engine.attention_backend", None),)]
+
+
+@rule(
+    "sglang-attention-backend",
+    source="SGLang layers/attention/attention_registry.py: create_flashattention_v3_backend; "
+    "arg_groups/overrides.py: _mla_kv_cache_dtype_checks; server_args.py (trtllm_mha)",
+    needs="sglang",
+    knobs=(own_attention,),
+)
+def sglang_attention_backend(job: Job) -> str | None:
+    """FlashAttention 3 is for Ampere and Hopper, TensorRT-LLM's attention for Blackwell, neither is for AMD's devices:
+    SGLang stops at its start."""
+    name, hardware = engine_of(job).attention_backend, job.hardware
+    if name not in (*_FOR_BLACKWELL, "fa3") or not hardware.arch:
+        return None
+    capability = int(hardware.arch[2:]) if hardware.arch.startswith("sm") else 0
+    if name == "fa3":
+        wrong = None if 80 <= capability <= 90 else "it needs sm80 to sm90"
+    else:
+        wrong = None if capability >= 100 else "it needs Blackwell"
+    return f"attention_backend {name} on {hardware.name} ({hardware.arch}): {wrong}" if wrong else None

@@ -506,6 +506,11 @@ ENGINES = [
         serving("sglang", tp=8, ep=8, moe_a2a="deepep_v2", moe_runner="triton"),
         "engine moe_runner triton → deep_gemm",
     ),
+    Planted(
+        "sglang-attention-backend",
+        serving("sglang", tp=8, device="gb300", attention_backend="fa3"),
+        "engine attention_backend fa3 → unset",
+    ),
 ]
 
 BATCH = [

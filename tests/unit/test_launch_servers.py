@@ -146,3 +146,34 @@ def test_variables_before_a_shell_are_its_own(text: str, tmp_path: Path) -> None
     assert job is not None
     assert job.engine is not None
     assert job.engine.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "hardware", "refused"),
+    [
+        ("fa3", "h200", False),
+        ("fa3", "b200", True),
+        ("fa3", "gb300", True),
+        ("fa3", "mi300x", True),
+        ("trtllm_mha", "gb300", False),
+        ("trtllm_mha", "h100", True),
+        ("trtllm_mla", "mi355x", True),
+        ("triton", "mi355x", False),
+        ("flashinfer", "b200", False),
+        ("fa3", None, False),
+    ],
+)
+@pytest.mark.parametrize("server", [True, False])
+def test_an_attention_back_end_is_for_certain_devices(
+    server: bool, backend: str, hardware: str | None, refused: bool, tmp_path: Path
+) -> None:
+    """The flag that a move from Hopper to Blackwell or to AMD leaves behind."""
+    serve = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --tp 4 --attention-backend "
+    script = tmp_path / "run.sh"
+    script.write_text(f"{serve if server else MILES + '--sglang-attention-backend '}{backend}\n")
+    (verdict,) = plan_launch(script, hardware=hardware).verdicts
+    found = repairs(verdict)
+    assert ("sglang-attention-backend" in found) == refused
+    if refused:
+        flag = "--attention-backend" if server else "--sglang-attention-backend"
+        assert f"drop {flag} on line 1" in found["sglang-attention-backend"]

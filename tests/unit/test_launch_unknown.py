@@ -227,3 +227,21 @@ def test_blackwell_does_without_one_connection_a_device(
     )
     (verdict,) = plan_launch(script, hardware=hardware).verdicts
     assert severities(verdict).get("device-connections") == severity
+
+
+@pytest.mark.parametrize(
+    ("start", "severity"),
+    [
+        ("torchrun --nproc-per-node 4", "error"),
+        ("python -m torch.distributed.run --nproc_per_node=4", "error"),
+        ("torchrun --nproc-per-node 4 --nnodes $NODES", "warning"),
+        ("torchrun $DISTRIBUTED", "warning"),
+        ("srun --ntasks-per-node=4 python", "warning"),
+    ],
+)
+def test_torchrun_that_states_no_nodes_is_one_node(start: str, severity: str, tmp_path: Path) -> None:
+    job = f"pretrain_gpt.py {SIZES} --num-experts 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
+    text = (
+        f"{start} {job} --expert-tensor-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 --seq-length 64\n"
+    )
+    assert severities(judged(tmp_path, text))["expert-grid"] == severity
