@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.model.load import ModelError
 from lockstep.records import RouteArray, route_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class SplitModel:
         if body is model or not hasattr(model, "lm_head"):
             raise TypeError(f"{type(model).__name__} has no body under a language-model head")
         self.model = model
-        self.body = body
+        # Heads of OPT and Bart call the body's decoder, past the body's own forward.
+        self.body = body = getattr(body, "decoder", body)
         parameters = inspect.signature(body.forward).parameters
         # transformers renames the cache argument between releases.
         self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache"
@@ -71,14 +73,31 @@ class SplitModel:
 
 @contextmanager
 def _body_returns(body: torch.nn.Module, hidden: torch.Tensor) -> Iterator[None]:
+    """Inside, the body gives ``hidden``. Raises ModelError if the head did not ask it for its states exactly once."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    body.forward = lambda *_args, **_kwargs: output
+    class Output(MoeModelOutputWithPast):
+        """Heads copy fields of their body's own output type (GPT-2: ``cross_attentions``): all are None here."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    output = Output(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    calls = 0
+
+    def given(*_args: Any, **_kwargs: Any) -> Output:
+        nonlocal calls
+        calls += 1
+        return output
+
+    body.forward = given
     try:
         yield
     finally:
         del body.forward
+    if calls != 1:  # logits of something else: engine and trainer would agree on them, and both be wrong
+        raise ModelError(f"{type(body).__name__}: its head called it {calls} times instead of once; it can't be split")
 
 
 def routers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -86,14 +86,16 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def choose_packing(requested: Literal["auto"] | Packing, config: Any) -> Packing:
-    """The layout to train with. Raises ValueError if the requested one isn't exact for the architecture."""
+    """The layout to train with. Raises ModelError if the requested one isn't exact for the architecture."""
     row = architecture_of(config)
     can_pack = row.packs and _mask_is_free(config)
     if requested == "auto":
         return "shared_prompt" if can_pack else "padded" if row.right_pads else "single"
     allowed = ["single"] + ["padded"] * row.right_pads + ["packed", "shared_prompt"] * can_pack
     if requested not in allowed:
-        raise ValueError(
+        from lockstep.model.load import ModelError  # which needs torch, and this table does not
+
+        raise ModelError(
             f"trainer.packing = {requested!r} is not exact for {row.model_type} ({row.note}); "
             f"exact layouts: {', '.join(allowed)}, or 'auto'"
         )

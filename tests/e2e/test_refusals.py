@@ -52,3 +52,11 @@ def test_a_gradient_that_is_not_finite_is_told_without_a_traceback(tmp_path: Pat
     assert code == 1
     assert "gradient norm is nan; the step is refused and no weight changed" in err
     assert "Traceback" not in err
+
+
+def test_a_layout_that_is_not_exact_for_the_architecture_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path / "run", ["steps=1", 'trainer.packing="packed"'], recipe="tiny-deepseek-v4")
+    assert code == 2
+    assert "is not exact for deepseek_v4" in err
+    assert "exact layouts: single, padded, or 'auto'" in err
+    assert "Traceback" not in err
