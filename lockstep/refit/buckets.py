@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from lockstep.records import Manifest, TensorSpec
-from lockstep.refit.row_sums import ROW_BYTES, ROW_WORDS, RowSums, kernel
+from lockstep.refit.row_sums import GOLDEN, ROW_BYTES, RowSums, kernel, mix
 
 ALIGNMENT = 256
 """Of tensors in a bucket: what CUDA allocations guarantee, and enough for every vector load."""
@@ -34,8 +34,6 @@ ALIGNMENT = 256
 TRAILER_BYTES = 64
 _MAGIC = b"LKSBKT01"
 _TRAILER = struct.Struct("<8sqqqqQQ8x")  # magic, transfer, version, number, bytes, two words of digest
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class TransferError(RuntimeError):
@@ -228,7 +226,7 @@ def fold(digests: Iterable[str]) -> str:
     state = np.zeros(2, np.uint64)
     for digest in digests:
         words = np.array([int(digest[:16], 16), int(digest[16:], 16)], np.uint64)
-        state = _mix(_mix(state + _GOLDEN) ^ words)
+        state = mix(mix(state + GOLDEN) ^ words)
     return _text((int(state[0]), int(state[1])))
 
 
@@ -236,23 +234,10 @@ def _digest(
     data: torch.Tensor, transfer: int, version: int, number: int, sums: RowSums | None = None
 ) -> tuple[int, int]:
     """Two words over ``data`` (flat uint8, a multiple of a row long)."""
-    sums = sums or RowSums.of(data)
-    rows, columns = sums.rows, sums.columns
     key = np.zeros(1, np.uint64)
     for part in (transfer, version, number, len(data)):
-        key = _mix(key + _GOLDEN + np.array([part], np.int64).view(np.uint64))
-    places = np.arange(1, len(rows) + 1, dtype=np.uint64) * _GOLDEN
-    first = np.sum(_mix(rows ^ _mix(places + key)), dtype=np.uint64)
-    places = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * _GOLDEN
-    second = np.sum(_mix(columns ^ _mix(places ^ ~key)), dtype=np.uint64)
-    return int(first), int(second)
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection in which every bit reaches every bit."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+        key = mix(key + GOLDEN + np.array([part], np.int64).view(np.uint64))
+    return (sums or RowSums.of(data)).mixed(key[0])
 
 
 def _text(words: tuple[int, int]) -> str:

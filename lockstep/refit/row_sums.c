@@ -55,3 +55,16 @@ void row_sums(const uint8_t *from, uint8_t *target, long num_bytes, long place, 
         num_bytes -= words * 8;
     }
 }
+
+static inline uint64_t mix(uint64_t word) { /* the finaliser of splitmix64, as in buckets.py */
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBull;
+    return word ^ (word >> 31);
+}
+
+/* The sum of sums[i], each mixed with its place. */
+uint64_t mixed(const uint64_t *sums, long count, uint64_t added, uint64_t flipped) {
+    uint64_t total = 0;
+    for (long i = 0; i < count; i++) total += mix(sums[i] ^ mix(((i + 1) * 0x9E3779B97F4A7C15ull + added) ^ flipped));
+    return total;
+}

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.native import NoKernel, load_kernel
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 ROW_WORDS = 512
 ROW_BYTES = ROW_WORDS * 8
 
@@ -56,14 +57,20 @@ class RowSums:
         library = kernel()
         if library is None:
             raise NoKernel("row_sums.c is not compiled")
-        library.row_sums(
-            ctypes.c_void_p(data.data_ptr()),
-            ctypes.c_void_p(None if target is None else target.data_ptr()),
-            ctypes.c_long(num_bytes),
-            ctypes.c_long(offset // 8),
-            ctypes.c_void_p(self.rows.ctypes.data),
-            ctypes.c_void_p(self.columns.ctypes.data),
-        )
+        to = None if target is None else target.data_ptr()
+        sums = (self.rows.ctypes.data, self.columns.ctypes.data)
+        library.row_sums(data.data_ptr(), to, num_bytes, offset // 8, *sums)
+
+    def mixed(self, key: np.uint64) -> tuple[int, int]:
+        """One word of the rows' sums and one of the columns', each sum mixed with its place and ``key``."""
+        library, flipped = kernel(), ~key
+        if library is not None:
+            rows, columns = self.rows.ctypes.data, self.columns.ctypes.data
+            return (
+                library.mixed(rows, len(self.rows), int(key), 0),
+                library.mixed(columns, ROW_WORDS, 0, int(flipped)),
+            )
+        return _mixed(self.rows, key, np.uint64(0)), _mixed(self.columns, np.uint64(0), flipped)
 
     def _take_by_numpy(self, data: torch.Tensor) -> None:
         words = data.numpy().view(np.uint64).reshape(-1, ROW_WORDS)
@@ -71,6 +78,18 @@ class RowSums:
             part = words[first : first + _BLOCK_ROWS]
             np.add.reduce(part, axis=1, out=self.rows[first : first + _BLOCK_ROWS])
             self.columns += np.add.reduce(part, axis=0)
+
+
+def mix(words: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection in which every bit reaches every bit."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mixed(sums: np.ndarray, added: np.uint64, flipped: np.uint64) -> int:
+    places = np.arange(1, len(sums) + 1, dtype=np.uint64) * GOLDEN
+    return int(np.sum(mix(sums ^ mix((places + added) ^ flipped)), dtype=np.uint64))
 
 
 @cache
@@ -81,6 +100,9 @@ def kernel() -> Any:
     except NoKernel:
         return None
     library.row_sums.restype = None
+    library.row_sums.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2]
+    library.mixed.restype = ctypes.c_uint64
+    library.mixed.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64, ctypes.c_uint64]
     return library if _agrees(library) else None
 
 
@@ -89,14 +111,10 @@ def _agrees(library: Any) -> bool:
     data = np.random.default_rng(0).integers(0, 256, 3 * ROW_BYTES, np.uint8)
     copied, rows, columns = np.zeros_like(data), np.zeros(3, np.uint64), np.zeros(ROW_WORDS, np.uint64)
     for begin, end in ((0, 8), (8, 5000), (5000, 3 * ROW_BYTES)):
-        source, target = data[begin:end], copied[begin:end]
-        addresses = (source.ctypes.data, target.ctypes.data, end - begin, begin // 8)
-        library.row_sums(
-            *(ctypes.c_void_p(address) for address in addresses[:2]),
-            *(ctypes.c_long(number) for number in addresses[2:]),
-            ctypes.c_void_p(rows.ctypes.data),
-            ctypes.c_void_p(columns.ctypes.data),
-        )
+        source, target = data[begin:end].ctypes.data, copied[begin:end].ctypes.data
+        library.row_sums(source, target, end - begin, begin // 8, rows.ctypes.data, columns.ctypes.data)
     words = data.view(np.uint64).reshape(-1, ROW_WORDS)
     same_sums = np.array_equal(rows, words.sum(1)) and np.array_equal(columns, words.sum(0))
-    return same_sums and np.array_equal(copied, data)
+    key = np.uint64(0xFEDCBA9876543210)
+    same_mix = library.mixed(columns.ctypes.data, ROW_WORDS, int(key), int(~key)) == _mixed(columns, key, ~key)
+    return same_sums and same_mix and np.array_equal(copied, data)

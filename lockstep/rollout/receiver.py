@@ -21,6 +21,7 @@ import torch
 
 from lockstep.records import DerivedReport, Manifest, Naming, Quantisation, TensorSpec
 from lockstep.rollout.decoding import Decoder
+from lockstep.stream_copy import stream_copy
 
 
 class RefitRefused(ValueError):
@@ -266,7 +267,7 @@ class TorchReceiver:
                         if id(weight.tensor) in self._aliased:  # a copy must not go into the trainer's own weights
                             weight.tensor.data = torch.empty_like(weight.tensor)
                             self._aliased.discard(id(weight.tensor))
-                        weight.tensor.copy_(tensor)
+                        stream_copy(weight.tensor, tensor)
                     self._received.add(name)
         except BaseException as error:
             self.abort(f"the transfer of version {manifest.version} broke off: {error}")

@@ -65,9 +65,10 @@ def test_pieces_of_any_length_place_and_order_sum_and_copy_as_the_whole(seed, pi
 def test_numpy_takes_the_same_sums(monkeypatch):
     data = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 300 * ROW_BYTES, np.uint8))
     need_kernel()
-    by_kernel = as_lists(RowSums.of(data))
+    key = np.uint64(0x0123456789ABCDEF)
+    by_kernel, mixed = as_lists(RowSums.of(data)), RowSums.of(data).mixed(key)
     monkeypatch.setattr(module, "kernel", lambda: None)
-    assert as_lists(RowSums.of(data)) == by_kernel
+    assert (as_lists(RowSums.of(data)), RowSums.of(data).mixed(key)) == (by_kernel, mixed)
     with pytest.raises(NoKernel):
         RowSums(ROW_BYTES).take(data[:8], 0, None)
 
@@ -86,6 +87,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
     class Wrong:
         def __init__(self) -> None:
             self.row_sums = lambda *_: None
+            self.mixed = lambda *_: 0
 
     module.kernel.cache_clear()
     try:
