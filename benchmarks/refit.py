@@ -1,6 +1,6 @@
 """How fast weights get into an engine, against a plain copy of the same bytes in the same run.
 
-    python -m benchmarks.refit [--megabytes 600] [--repeats 7] [--threads 1] [--bucket-megabytes 32] [--folder DIR]
+    python -m benchmarks.refit [--megabytes 600] [--repeats 7] [--threads 1] [--bucket-megabytes 16] [--folder DIR]
 
 JSON on stdout: for the transports ``local`` (engine in this process), ``shm`` and ``disk`` (engine in a process of its
 own, disk in DIR, by default a temporary folder), the seconds of the transfer phase, and their rate as a share of
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bucket-megabytes", type=int, default=32)
+    parser.add_argument("--bucket-megabytes", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="for disk; None: a temporary folder")
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]

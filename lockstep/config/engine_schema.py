@@ -89,7 +89,7 @@ class RefitConfig(Section):
         "refit.folder; cuda_ipc: buckets in GPU memory.",
     )
     bucket_bytes: int = Field(
-        default=32 << 20,
+        default=16 << 20,
         ge=1,
         description="Size of a bucket of shm, disk and cuda_ipc, of which two are in flight; an atomic group that is "
         "larger gets a bucket of its own size. Smaller ones cost more messages, larger ones more memory.",
