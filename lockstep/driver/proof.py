@@ -13,7 +13,7 @@ from lockstep.config.schema import BoundConfig
 from lockstep.interfaces import Engine, LogProbs, WeightSource
 from lockstep.model.adapter import num_experts, routers
 from lockstep.refit.behaves import Behaviour
-from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
+from lockstep.refit.probes import OtherWeights, Probes, holding, indexer_tokens, make_probes
 from lockstep.refit.quantised import served_weights
 from lockstep.spans import span
 from lockstep.train.fsdp import FsdpTrainer
@@ -110,5 +110,6 @@ class RefitProof:
             num_experts=num_experts(model) if has_experts else 0,
             context=min((one for one in contexts if one is not None), default=None),
             model_type=config.model_type,
+            indexer_tokens=indexer_tokens(config),
             padding_id=config.pad_token_id,
         )

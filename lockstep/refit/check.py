@@ -33,7 +33,7 @@ from lockstep.records import Claim, Sequence
 from lockstep.refit.behaves import PATHS, Behaviour, Measured, fitting_bound
 from lockstep.refit.bisect import TOLERANCE, Difference, first_difference
 from lockstep.refit.names import as_checkpoint, named_for
-from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
+from lockstep.refit.probes import OtherWeights, Probes, holding, indexer_tokens, make_probes
 from lockstep.refit.subjects import EngineName, Subject, start_subject
 from lockstep.refit.transaction import RefitError, run_refit
 from lockstep.refit.transports import make_transport, whole_tensors
@@ -127,6 +127,7 @@ def check_refit(
         num_experts=num_experts(model) if routers(model) else 0,
         context=context,
         model_type=config.model_type,
+        indexer_tokens=indexer_tokens(config),
         padding_id=config.pad_token_id,
         seed=seed,
     )

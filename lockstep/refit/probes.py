@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class Coverage:
     missing: tuple[tuple[int, int], ...]  # (layer of experts, expert)
     longest: int  # tokens of the longest probe
     wanted_tokens: int  # what the architecture needs for every part to act; 0: nothing special
+    indexer_tokens: int = 0  # below this many, sparse indexers keep every key; 0: there are none
 
     @property
     def share(self) -> float:
@@ -58,6 +60,11 @@ class Coverage:
         if self.longest < self.wanted_tokens:
             said += (
                 f"; {self.longest} tokens at most, the architecture needs {self.wanted_tokens} for every part to act"
+            )
+        if self.longest < self.indexer_tokens:
+            said += (
+                f"; {self.longest} tokens at most, so the sparse indexers kept every key: what they choose, from "
+                f"{self.indexer_tokens} tokens on, is not covered"
             )
         return said
 
@@ -82,6 +89,7 @@ def make_probes(
     num_experts: int = 0,
     context: int | None = None,
     model_type: str = "",
+    indexer_tokens: int = 0,
     padding_id: int | None = None,
     seed: int = 0,
     max_probes: int = MAX_PROBES,
@@ -90,8 +98,10 @@ def make_probes(
     ``WANTED_COVERAGE`` of them is reached, ``max_probes`` were tried, or twice as many reach nothing new.
 
     ``score`` is the reference's; its routes count. ``num_experts`` 0: dense. ``context`` limits their length.
-    ``padding_id`` is left out: a random model embeds it as zeros, so that an indexer scores every key alike and its
-    top-k is a toss. Raises ValueError if a model with experts reports no routes.
+    ``indexer_tokens``: see the function of this name. Probes of thousands of tokens would cost more than all others:
+    they are not made longer for it, and the coverage says so. ``padding_id`` is left out: a random model embeds it as
+    zeros, so that an indexer scores every key alike and its top-k is a toss. Raises
+    ValueError if a model with experts reports no routes.
     """
     room = context or 1 << 20
     wanted = LONG_PROBES.get(model_type, 0)
@@ -116,8 +126,20 @@ def make_probes(
         missing=() if reached is None else tuple((int(a), int(b)) for a, b in np.argwhere(~reached)),
         longest=max(len(s.tokens) for s in sequences),
         wanted_tokens=wanted,
+        indexer_tokens=indexer_tokens,
     )
     return Probes(tuple(sequences), coverage)
+
+
+def indexer_tokens(config: Any) -> int:
+    """Tokens that a sequence must have for a sparse indexer to leave a key out where that shows; 0 without indexers.
+
+    ``config``: a text model's. Its ``index_topk`` keys are kept, of those before a token, or of the windows before it
+    (DeepSeek-V4's compressed sparse attention); what follows the last token is not scored.
+    """
+    kept = getattr(config, "index_topk", None)
+    rates = getattr(config, "compress_rates", None) or {}
+    return 0 if kept is None else rates.get("compressed_sparse_attention", 1) * (kept + 1) + 1
 
 
 def _probe(index: int, random: np.random.Generator, length: int, allowed: np.ndarray) -> Sequence:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config.schema import RolloutConfig, TrainerConfig
+from lockstep.config.schema import BoundConfig, RolloutConfig, TrainerConfig
+from lockstep.driver.proof import MEAN, RefitProof
 from lockstep.interfaces import LogProbs
 from lockstep.model.adapter import num_experts, routers
 from lockstep.records import Claim, DerivedReport, Manifest, compact_routes
 from lockstep.refit.behaves import Behaviour
 from lockstep.refit.bisect import first_difference, recorded_outputs
-from lockstep.refit.probes import OtherWeights, Probes, holding, make_probes
+from lockstep.refit.probes import OtherWeights, Probes, holding, indexer_tokens, make_probes
 from lockstep.refit.transaction import RefitError, run_refit
 from lockstep.refit.transports import make_transport
 from lockstep.rollout.torch_engine import TorchEngine
@@ -282,6 +283,34 @@ def test_probes_are_the_same_in_every_process_and_long_enough_for_v4() -> None:
     short = make_probes(lambda _: {}, context=100, **options)
     assert short.coverage.longest == 100
     assert "the architecture needs 272" in short.coverage.text()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "index_topk", "tokens"),
+    [("glm_moe_dsa", 15, 17), ("glm_moe_dsa", 14, 16), ("deepseek_v4", 67, 273), ("deepseek_v4", 66, 269)],
+)
+def test_coverage_says_where_sparse_indexers_had_nothing_to_choose(
+    architecture: str, index_topk: int, tokens: int
+) -> None:
+    """A query of 16 tokens sees 15 keys where that is scored, and an indexer that keeps 15 leaves none out."""
+    config = tiny_model(architecture, seed=1).config
+    config.index_topk = index_topk
+    assert indexer_tokens(config) == tokens
+    options = {"vocab_size": 99, "model_type": config.model_type, "indexer_tokens": tokens}
+    coverage = make_probes(lambda _: {}, **options).coverage
+    kept_all = coverage.longest < tokens
+    assert kept_all == (index_topk in (15, 67))
+    assert (f"kept every key: what they choose, from {tokens} tokens on, is not covered" in coverage.text()) == kept_all
+    assert indexer_tokens(tiny_model("llama", seed=1).config) == 0
+
+
+@pytest.mark.parametrize("index_topk", [8, 2048])
+def test_a_run_says_whether_the_indexers_of_its_model_chose(index_topk: int) -> None:
+    trainer, engine = make_pair("glm_moe_dsa")
+    trainer.model.config.index_topk = index_topk
+    bound = BoundConfig(metric=MEAN, bound=BOUND, evidence="of this test")
+    said = RefitProof(trainer, engine, [bound], vocab_limit=99)._make().coverage.text()
+    assert ("the sparse indexers kept every key" in said) == (index_topk == 2048)
 
 
 def test_probes_are_added_until_the_experts_are_reached_and_those_missing_are_named() -> None:
