@@ -234,6 +234,8 @@ def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -
         if settings.record_routes and "enable_return_routed_experts" in known:
             fixed["enable_return_routed_experts"] = True
     given = dict(settings.engine_args)
+    if on_cpu:
+        fixed |= _whole_prompts(given, fixed["max_num_batched_tokens"], fixed.get("max_model_len"))
     if on_cpu and getattr(text_config, "kv_lora_rank", None) is not None:
         # The CPU build's rotary operator is wrong for queries of several heads in three dimensions.
         mend = {"custom_ops": ["none", "-rotary_embedding"]}
@@ -248,6 +250,20 @@ def engine_arguments(settings: VllmSettings, known: set[str], *, on_cpu: bool) -
     if needed := sorted(absent & {"logprobs_mode", "kv_cache_memory_bytes", "skip_tokenizer_init"}):
         raise EngineUnavailable(f"the installed vLLM has no {', '.join(needed)}: it is too old for Lockstep (try 0.24)")
     return {name: value for name, value in fixed.items() if name not in absent} | given
+
+
+def _whole_prompts(given: dict[str, Any], prefill_tokens: int, max_model_len: int | None) -> dict[str, Any]:
+    """What keeps vLLM from prefilling a prompt in pieces: it turns a request's random generator back after each of
+    them, which PyTorch's on a CPU can't ("CPU Generator does not use offset"), and every request has its seed.
+    ``prefill_tokens`` must hold the longest sequence then, which a preempted request may have become. The two arguments
+    that would ask for pieces are taken out of ``given``, and refused if they do."""
+    for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
+        if given.pop(name, None):
+            raise EngineUnavailable(
+                f"rollout.vllm.engine_args: {name} lets vLLM compute prompts in pieces, which it can't on a CPU for "
+                "requests that have a seed, as all here: remove it"
+            )
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(prefill_tokens, max_model_len or 0)}
 
 
 def _known_arguments() -> set[str]:

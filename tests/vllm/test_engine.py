@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +16,11 @@ from lockstep.model.characters import CharacterTokenizer
 from lockstep.records import Completion
 from lockstep.refit.transaction import RefitError, run_refit
 from lockstep.refit.transports import LocalTransport
-from lockstep.rollout import vllm_engine
+from lockstep.rollout import vllm_engine, vllm_start
 from lockstep.rollout.queued_engine import EngineError, EngineUnfit
 from lockstep.rollout.vllm_engine import VllmEngine
 from lockstep.rollout.vllm_folder import write_model_folder
-from lockstep.rollout.vllm_start import EngineUnavailable, VllmSettings
+from lockstep.rollout.vllm_start import EngineUnavailable, VllmSettings, engine_arguments
 from tests.contract import engine_contract as contract
 from tests.contract.engine_contract import PROMPTS, as_sequence, make_request, ragged_requests, run
 from tests.contract.test_engine import full_logprobs
@@ -220,6 +221,19 @@ def test_a_sequence_as_long_as_the_context_is_sampled_and_scored(
     assert refused.finish_reason == "failed"
 
 
+def test_prompts_beyond_the_prefill_budget_are_sampled_with_their_seeds(
+    new_engine: Callable[..., VllmEngine], model: Any
+) -> None:
+    """Three that exceed it together, and a fourth that does alone: none may be prefilled in pieces on a CPU."""
+    one = new_engine(prefill_tokens=64)
+    lengths = (50, 50, 50, 150)
+    asked = [make_request(f"p{i}", [5 + i] * length, seed=i) for i, length in enumerate(lengths)]
+    for request, completion in zip(asked, run(one, asked), strict=True):
+        assert completion.finish_reason == "length", completion.error
+        expected = full_logprobs(model, request.prompt_tokens, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
 def test_logits_with_nan_fail_their_request_and_are_never_sampled() -> None:
     sick_model = tiny_model("qwen3", seed=MODEL_SEED)
     with torch.no_grad():
@@ -346,6 +360,25 @@ def test_arguments_that_decide_what_is_sampled_are_refused(tmp_path: Any, model:
         VllmEngine(VllmSettings(folder, engine_args={"ghost": 1}))
     with pytest.raises(EngineUnavailable, match="computes on cpu, the run on cuda"):
         VllmEngine(VllmSettings(folder), device="cuda")
+    for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
+        with pytest.raises(EngineUnavailable, match=f"{name} lets vLLM compute prompts in pieces"):
+            VllmEngine(VllmSettings(folder, engine_args={name: 1}))
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "more", "budget"),
+    [(True, {}, 257), (True, {"max_model_len": 40}, 64), (False, {}, 64)],
+)
+def test_a_cpu_prefills_prompts_whole(
+    tmp_path: Any, model: Any, on_cpu: bool, more: dict[str, int], budget: int
+) -> None:
+    settings = VllmSettings(str(write_model_folder(model, tmp_path)), prefill_tokens=64, num_slots=8, **more)
+    arguments = engine_arguments(settings, vllm_start._known_arguments(), on_cpu=on_cpu)
+    assert arguments["max_num_batched_tokens"] == budget
+    assert arguments.get("enable_chunked_prefill") is (False if on_cpu else None)
+    settings = replace(settings, engine_args={"enable_chunked_prefill": False})
+    arguments = engine_arguments(settings, vllm_start._known_arguments(), on_cpu=on_cpu)
+    assert arguments["enable_chunked_prefill"] is False
 
 
 def test_the_trainers_process_keeps_its_random_streams_and_threads(new_engine: Callable[..., VllmEngine]) -> None:
