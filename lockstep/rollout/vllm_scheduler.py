@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
 from lockstep.records import FinishReason, RouteArray
@@ -132,12 +131,12 @@ class VllmScheduler:
             self._clean()
 
     def _clean(self) -> None:
-        """Zeros for what is not finite in a cache that nobody reads. Caches in fp8 are left: bytes to vLLM."""
+        """Zeros in a cache that nobody reads: all of it, since some are bytes to vLLM (fp8 beside its scales), in which
+        NaN can't be told from a number."""
         if not self._not_finite:
             return
         for cache in tree_leaves(self._runner.kv_caches):
-            if cache.is_floating_point() and cache.element_size() > 1:
-                torch.nan_to_num_(cache, 0.0, 0.0, 0.0)
+            cache.zero_()
         self._not_finite = False
 
     def fail_all(self, error: BaseException) -> None:
