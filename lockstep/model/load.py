@@ -5,6 +5,11 @@ Only safetensors and GGUF are read: a pickle is never loaded, and no code that c
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,11 +102,13 @@ def _folder(source: PathModel) -> Path:
 
 
 def _folder_model(source: PathModel, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _folder(source)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path: {folder} has no .safetensors weights; pickled weights are never loaded")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    _refuse_other_than_causal(config, f"model.path: {folder}, a {config.model_type},")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
@@ -159,20 +166,92 @@ def _gguf_model(source: GgufModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _random_model(source: RandomModel, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     tokenizer = CharacterTokenizer()
     fields = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_token_id, **source.config}
     fields = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, **fields}
+    kind = source.model_type
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"model.model_type: transformers knows no {kind!r}{_nearest(kind, CONFIG_MAPPING.keys())}")
     try:
-        config = AutoConfig.for_model(source.model_type, **fields)
-    except ValueError as error:
-        raise ModelError(f"model.model_type: transformers knows no {source.model_type!r}") from error
+        config = AutoConfig.for_model(kind, **fields)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ModelError(f"model.config: {kind} can't have these fields: {error}") from error
+    _refuse_other_than_causal(config, f"model.model_type: {kind}")
+    _refuse_unknown_fields(config, source.config)
+    _refuse_impossible_sizes(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(source.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(f"model.config: transformers can't build a {kind} of these fields: {error}") from error
         _fill_hash_routes(model, source.seed)
     return model
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _refuse_other_than_causal(config: Any, where: str) -> None:
+    """Without a causal language model of its own there is nothing to sample from: encoder-decoders, vision models."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = " (it is an encoder-decoder)" if config.is_encoder_decoder else ""
+        raise ModelError(
+            f"{where} has no causal language model in transformers{what}; use a decoder-only architecture, for example "
+            "qwen3"
+        )
+
+
+def _source_of_model(config: Any) -> str:
+    """The text of the module with the model of ``config``."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
+
+
+def _refuse_unknown_fields(config: Any, given: Mapping[str, Any]) -> None:
+    """transformers keeps a field that it does not know as an attribute that nobody reads: a misspelt size would be the
+    default's. Some classes read fields that they do not declare (Qwen2: ``head_dim``), so their source is asked."""
+    declared = type(config)()
+    unknown = [name for name in given if name in vars(config) and not hasattr(declared, name)]
+    source = _source_of_model(config) + inspect.getsource(sys.modules[type(config).__module__]) if unknown else ""
+    for name in unknown:
+        if not re.search(rf"""\bconfig\.{re.escape(name)}\b|(["']){re.escape(name)}\1""", source):
+            known = {each for each in vars(declared) if not each.startswith("_")} | set(config.attribute_map)
+            raise ModelError(
+                f"model.config: {config.model_type} has no field {name!r}{_nearest(name, known)}; known fields: "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def _refuse_impossible_sizes(config: Any) -> None:
+    """Sizes that transformers builds a model of, whose first forward then fails."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for name in names if isinstance(count := getattr(config, name, None), int)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if experts is not None and isinstance(chosen, int) and not 1 <= chosen <= experts:
+        raise ModelError(
+            f"model.config.num_experts_per_tok: {chosen} of {experts} experts can't be chosen for a token; use 1 to "
+            f"{experts}"
+        )
+    heads, key_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(heads, int) or not isinstance(key_heads, int):
+        return
+    if "num_key_value_heads" not in _source_of_model(config):  # declared and not read
+        return
+    if key_heads < 1 or heads % key_heads:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ModelError(
+            f"model.config.num_key_value_heads: {heads} attention heads can't share {key_heads} key and value heads "
+            f"evenly; use one of {fitting}"
+        )
 
 
 def _fill_hash_routes(model: torch.nn.Module, seed: int) -> None:

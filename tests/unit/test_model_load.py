@@ -95,6 +95,53 @@ def test_what_the_architecture_knows_to_be_superfluous_is_let_pass(tmp_path: Pat
     assert load(tmp_path).config.num_hidden_layers == 2
 
 
+_MOE = {**_FIELDS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "told"),
+    [
+        ("qwen3_moe", _MOE | {"num_experts_per_tok": 8}, "num_experts_per_tok: 8 of 4 experts .*use 1 to 4"),
+        ("deepseek_v3", {"n_routed_experts": 4}, "num_experts_per_tok: 8 of 4 experts"),
+        ("llama", _FIELDS | {"hidden_size": 63, "head_dim": None}, r"hidden size \(63\) is not a multiple .*\(4\)"),
+        ("gpt2", {"n_embd": 63, "n_head": 4, "n_layer": 1}, "can't build a gpt2 of these fields: .*63"),
+        ("qwen3", _FIELDS | {"num_key_value_heads": 3}, "num_key_value_heads: 4 .* share 3 .*use one of 1, 2, 4"),
+        ("qwen3", _FIELDS | {"hidden_size": "wide"}, "'hidden_size' expected int"),
+        ("qwen3", _FIELDS | {"hidden_size": -4}, "can't build a qwen3 of these fields: .*negative dimension"),
+        ("qwen3", _FIELDS | {"nonsense": 3}, "qwen3 has no field 'nonsense'; known fields: .*hidden_size"),
+        ("qwen3", _FIELDS | {"hiden_size": 32}, "no field 'hiden_size'; did you mean 'hidden_size'"),
+        ("t5", {}, "t5 has no causal language model in transformers .*encoder-decoder.*decoder-only"),
+        ("qwen33", {}, "transformers knows no 'qwen33'; did you mean 'qwen3'"),
+    ],
+)
+def test_what_no_model_can_be_made_of_is_refused_by_name(model_type: str, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=rf"(?s)^model\.(config|model_type).*{told}"):
+        load_model(RandomModel(model_type=model_type, config=fields), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen2", _FIELDS | {"head_dim": 16}),  # read by the model, declared nowhere
+        ("llama", _FIELDS | {"rope_theta": 5e4, "attn_implementation": "eager"}),  # taken up under other names
+        ("gpt2", {"hidden_size": 32, "num_hidden_layers": 1, "n_head": 2}),  # names of other architectures for its own
+        ("qwen3", _FIELDS | {"hidden_size": 63}),  # heads of a size of their own
+    ],
+)
+def test_a_field_that_has_an_effect_is_taken(model_type: str, fields: dict[str, Any]) -> None:
+    model: Any = load_model(RandomModel(model_type=model_type, config=fields), torch.float32)
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+    if model_type == "qwen2":
+        assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
+
+
+def test_a_folder_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    save_file({"shared.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"a t5, has no causal language model in transformers .*encoder-decoder"):
+        load(tmp_path)
+
+
 _BLOCK = {
     **{f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")},
     "attn_norm": (32,),
