@@ -142,6 +142,23 @@ def raw_prompts_have_no_chat_settings(config: RunConfig) -> Iterator[Violation]:
         yield from inert(p, "prompt", "template_default_system", "when a system message is given", ("prompt.system",))
 
 
+def metric_word(name: str) -> str:
+    """A reward's name as a part of a metric's name."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name.lower()).strip("_") or "unnamed"
+
+
+@rule
+def rewards_have_metrics_of_their_own(config: RunConfig) -> Iterator[Violation]:
+    """A metric's name has letters, digits and underscores: of two rewards that differ elsewhere, one would be lost."""
+    first: dict[str, str] = {}
+    for name in dict.fromkeys(reward.name for reward in config.task.rewards):
+        word = metric_word(name)
+        if word in first:
+            message = f'"{first[word]}" and "{name}" would both be the metric part_{word}'
+            yield Violation("task.rewards", message, "rename one of the two functions or its module")
+        first.setdefault(word, name)
+
+
 @rule
 def rewards_are_known(config: RunConfig) -> Iterator[Violation]:
     """A task has at least one reward, each a built-in name or ``package.module:function``, none of them twice."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
 
+from lockstep.config.checks import metric_word
 from lockstep.records import OptimOutput, Rollout
 from lockstep.refit.transaction import Receipt
 
@@ -50,7 +51,7 @@ def rollout_metrics(rollouts: Seq[Rollout], prefix: str) -> Row:
     }
     for name in sorted({name for score in scores for name in score.parts}):
         values = [score.parts[name] for score in scores if score.parts.get(name) is not None]
-        columns[f"part_{_metric_word(name)}"] = [float(value) for value in values if value is not None]
+        columns[f"part_{metric_word(name)}"] = [float(value) for value in values if value is not None]
     return {prefix.format(name): sum(values) / len(values) for name, values in columns.items() if values}
 
 
@@ -60,11 +61,6 @@ def unscored_counts(rollouts: Seq[Rollout], group: str = "rollout") -> Row:
     row: Row = {f"{group}/unscored": sum(rollout.score.reward is None for rollout in rollouts)}
     row[f"{group}/failed"] = len(errors)
     return row | ({f"{group}/first_error": errors[0]} if errors else {})
-
-
-def _metric_word(name: str) -> str:
-    """A reward's name as a part of a metric's name."""
-    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name.lower()).strip("_") or "unnamed"
 
 
 def duplicate_share(rollouts: Seq[Rollout]) -> Row:

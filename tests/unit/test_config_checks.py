@@ -235,6 +235,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rewards_are_known", {"task.rewards": [{"name": "arithmetik"}]}, "task.rewards"),
     ("rewards_are_known", {"task.rewards": [{"name": "my.module:"}]}, "task.rewards"),
     ("rewards_are_known", {"task.rewards": [{"name": "exact"}, {"name": "exact"}]}, "task.rewards"),
+    ("rewards_have_metrics_of_their_own", {"task.rewards": [{"name": "a.b:c"}, {"name": "a_b:C"}]}, "task.rewards"),
+    (
+        "rewards_have_metrics_of_their_own",
+        {"task.rewards": [{"name": "math_verify"}, {"name": "math:verify"}]},
+        "task.rewards",
+    ),
     ("reward_weights_count", {"task.rewards": [{"name": "exact", "weight": 0.0}]}, "task.rewards"),
     ("reward_weights_count", {"task.rewards": [{"name": "exact"}, {"name": "m:f", "weight": 0}]}, "task.rewards"),
     ("arithmetic_has_problems", {"task.min_operand": 21}, "task.min_operand"),
@@ -398,6 +404,13 @@ def test_divisibility_message_has_both_numbers_and_the_valid_values() -> None:
     assert "12" in violation.message
     assert "5" in violation.message
     assert "1, 2, 3, 4, 6, 12" in violation.way_out
+
+
+def test_rewards_with_one_metric_are_both_named_and_others_pass() -> None:
+    apart = {"task.rewards": [{"name": "exact"}, {"name": "a.b:c"}, {"name": "a.b:d"}]}
+    assert check(config_with(apart)) == []
+    (violation,) = check(config_with({"task.rewards": [{"name": "a.b:c"}, {"name": "a_b:c"}]}))
+    assert violation.message == '"a.b:c" and "a_b:c" would both be the metric part_a_b_c'
 
 
 def test_all_violations_are_found_at_once() -> None:
