@@ -86,7 +86,7 @@ def run_sync(
             row: Row = {"step": step, "time": now_iso(), **rollout_metrics(sampled.rollouts, "{}/mean")}
             row |= {"rollout/dropped_groups": sampled.num_dropped_groups, **duplicate_share(sampled.rollouts)}
             row |= {"rollout/dropped_unscored_groups": sampled.num_unscored_groups}
-            row |= parts.sampler.prompt_counts() | unscored_counts(sampled.rollouts)
+            row |= parts.sampler.prompt_counts() | unscored_counts(sampled.scores)
             row |= trained.metrics
             idle = None if trained.stopped else idleness(row, parts.algorithm)
             with span("record"):
@@ -261,7 +261,8 @@ def evaluate(parts: Parts, step: int) -> Row:
     """Held-out problems, one greedy completion each."""
     with span("eval"):
         rollouts = parts.sampler.evaluate(parts.config.eval.num_problems, step)
-    return rollout_metrics(rollouts, "eval/{}") | unscored_counts(rollouts, "eval") | {"eval/problems": len(rollouts)}
+    counts = unscored_counts([rollout.score for rollout in rollouts], "eval")
+    return rollout_metrics(rollouts, "eval/{}") | counts | {"eval/problems": len(rollouts)}
 
 
 def train(resolved: ResolvedConfig, run_dir: Path | None = None, *, as_json: bool = False) -> int:

@@ -49,6 +49,12 @@ class SampledGroups:
     num_dropped_groups: int
     num_sampled_tokens: int  # of dropped groups too
     num_unscored_groups: int = 0  # dropped ones in which no sample has a reward
+    dropped_scores: tuple[Score, ...] = ()  # of the samples of dropped groups
+
+    @property
+    def scores(self) -> list[Score]:
+        """Of every sample of the step, dropped groups too."""
+        return [*(rollout.score for rollout in self.rollouts), *self.dropped_scores]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class GroupSampler:
         """
         dynamic, wanted = self.algorithm.dynamic_sampling, self.algorithm.num_prompts
         kept: list[Rollout] = []
+        dropped: list[Score] = []
         num_kept = num_dropped = num_unscored = num_tokens = rounds = 0
         while True:
             prompts, cursor = self._prompts("train", cursor, wanted - num_kept, prefix=f"step-{step}")
@@ -107,8 +114,9 @@ class GroupSampler:
             num_unscored += len({prompt.group_id for prompt in prompts} - scored)
             num_kept += len(keep)
             kept += [rollout for rollout in rollouts if rollout.group_id in keep]
+            dropped += [rollout.score for rollout in rollouts if rollout.group_id not in keep]
             if num_kept == wanted or rounds == dynamic.max_refill_rounds:
-                return SampledGroups(tuple(kept), cursor, num_dropped, num_tokens, num_unscored)
+                return SampledGroups(tuple(kept), cursor, num_dropped, num_tokens, num_unscored, tuple(dropped))
             rounds += 1
 
     def prompt_counts(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
 
 from lockstep.config.checks import metric_word
-from lockstep.records import OptimOutput, Rollout
+from lockstep.records import OptimOutput, Rollout, Score
 from lockstep.refit.transaction import Receipt
 
 Row = dict[str, int | float | str | bool]
@@ -55,10 +55,10 @@ def rollout_metrics(rollouts: Seq[Rollout], prefix: str) -> Row:
     return {prefix.format(name): sum(values) / len(values) for name, values in columns.items() if values}
 
 
-def unscored_counts(rollouts: Seq[Rollout], group: str = "rollout") -> Row:
+def unscored_counts(scores: Seq[Score], group: str = "rollout") -> Row:
     """Samples without a reward, and those of them whose grader or generation failed; the first failure in words."""
-    errors = [rollout.score.error for rollout in rollouts if rollout.score.error is not None]
-    row: Row = {f"{group}/unscored": sum(rollout.score.reward is None for rollout in rollouts)}
+    errors = [score.error for score in scores if score.error is not None]
+    row: Row = {f"{group}/unscored": sum(score.reward is None for score in scores)}
     row[f"{group}/failed"] = len(errors)
     return row | ({f"{group}/first_error": errors[0]} if errors else {})
 

@@ -90,12 +90,13 @@ def test_means_are_over_rollouts_that_have_the_value_and_absent_otherwise() -> N
     assert row["length_tokens/mean"] == pytest.approx(4 / 3)
     assert "format/mean" not in row
     assert "part_user_fn/mean" not in row
-    assert unscored_counts(rollouts) == {
+    scores = [rollout.score for rollout in rollouts]
+    assert unscored_counts(scores) == {
         "rollout/unscored": 1,
         "rollout/failed": 1,
         "rollout/first_error": "grader died",
     }
-    assert unscored_counts(rollouts[:2], "eval") == {"eval/unscored": 0, "eval/failed": 0}
+    assert unscored_counts(scores[:2], "eval") == {"eval/unscored": 0, "eval/failed": 0}
     assert duplicate_share([]) == {}
     assert duplicate_share([*rollouts, make_rollout("d", [3], Score(1.0))])["rollout/duplicate_share"] == 0.25
 

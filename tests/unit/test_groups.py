@@ -16,6 +16,7 @@ from lockstep.config.keys import walk
 from lockstep.config.schema import AlgorithmConfig, DynamicSamplingConfig, PromptConfig, RolloutConfig
 from lockstep.config.toml_text import dotted
 from lockstep.driver.groups import GroupError, GroupSampler, sequence_of, stream_seed
+from lockstep.driver.rows import unscored_counts
 from lockstep.model.characters import CharacterTokenizer
 from lockstep.recipes import load_recipe
 from lockstep.records import Completion, FinishReason, GenerateRequest, Problem, Score
@@ -134,6 +135,23 @@ def test_dropped_groups_without_any_reward_are_told_from_those_of_equal_rewards(
 
     sampled = make_sampler(FakeEngine(answer), FakeTask(), runner, refills=2).sample(1, 0)
     assert (sampled.num_dropped_groups, sampled.num_unscored_groups) == (6, 3)
+
+
+def test_failures_in_dropped_groups_are_counted_with_the_others(runner: asyncio.Runner) -> None:
+    """They count for ``max_failed_share``, so the metrics have to show them."""
+
+    def answer(request_id: str) -> tuple[str, FinishReason]:
+        cursor, member = (int(part) for part in request_id.split("/")[1:])
+        reward = str(member % 2) if cursor in (1, 3) else "1"  # groups 0 and 2 are dropped
+        return reward, "failed" if (cursor, member) in ((0, 0), (1, 2), (2, 1), (2, 2)) else "stop"
+
+    sampled = make_sampler(FakeEngine(answer), FakeTask(), runner, refills=5).sample(1, 0)
+    assert {r.group_id for r in sampled.rollouts} == {"step-1/1", "step-1/3"}
+    row = unscored_counts(sampled.scores)
+    assert (row["rollout/unscored"], row["rollout/failed"], len(sampled.scores)) == (4, 4, 12)
+    all_dropped = make_sampler(FakeEngine(lambda _: ("1", "failed")), FakeTask(), runner, refills=1).sample(1, 0)
+    assert all_dropped.rollouts == ()
+    assert unscored_counts(all_dropped.scores)["rollout/failed"] == 12
 
 
 # --- one meaning for each setting, in training and in evaluation -----------------------------------------------------
