@@ -24,7 +24,7 @@ from lockstep.config.schema import TrainerConfig
 from lockstep.hardware.allocator import keep_freed_pages
 from lockstep.interfaces import LogProbs, LossTokens, Objective
 from lockstep.model.architectures import freeze_untrained
-from lockstep.model.load import torch_dtype
+from lockstep.model.load import ModelError, torch_dtype
 from lockstep.model.weights import ModelWeights
 from lockstep.records import Batch, FloatArray, OptimOutput, RouteArray, Sequence, StepOutput, TrainSequence
 from lockstep.spans import span
@@ -327,14 +327,15 @@ def _loss_tokens(
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward. Only the layers' own switch is on: dropout and the like stay in eval mode."""
+    """Recompute layers in the backward. Only the layers' own switch is on: dropout and the like stay in eval mode.
+    Raises ModelError for a model without layers that can."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(
+    if not layers or not model.supports_gradient_checkpointing:
+        raise ModelError(
             f"trainer.gradient_checkpointing: {type(model).__name__} has no layers that support it; set it to false"
         )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
         layer.training = True

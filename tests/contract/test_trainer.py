@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config.schema import AlgorithmConfig, TrainerConfig
+from lockstep.config.schema import AlgorithmConfig, RandomModel, TrainerConfig
 from lockstep.interfaces import LossOutput, LossTokens
+from lockstep.model.load import ModelError, load_model
 from lockstep.records import NOT_SAMPLED, Batch, Sequence, TrainSequence
 from lockstep.train import fsdp, row_attention
 from lockstep.train.fsdp import FsdpTrainer
@@ -316,3 +317,11 @@ def test_masks_that_count_unsampled_tokens_and_doubled_sequences_are_refused() -
 def test_a_model_of_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer\.dtype is bfloat16"):
         FsdpTrainer(tiny_model("qwen3"), TrainerConfig(), total_optimizer_steps=1, temperature=1.0)
+
+
+def test_checkpointing_is_refused_for_a_model_without_layers_that_can() -> None:
+    fields = {"n_embd": 32, "n_layer": 1, "n_head": 2, "dff": 32}
+    model = load_model(RandomModel(model_type="ctrl", config=fields), torch.float32)
+    config = TrainerConfig(dtype="float32", gradient_checkpointing=True)
+    with pytest.raises(ModelError, match=r"^trainer\.gradient_checkpointing: CTRL\w+ has no layers .*set it to false"):
+        FsdpTrainer(model, config, total_optimizer_steps=1, temperature=1.0)
