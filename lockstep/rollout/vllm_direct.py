@@ -36,9 +36,12 @@ class DirectCopy:
         places = layout.places()
         return None if places is None else cls(places)
 
-    def composed(self, originals: Mapping[str, Original]) -> DirectCopy:
+    def composed(self, originals: Mapping[str, Original]) -> DirectCopy | None:
         """The same for tensors that hold several of the checkpoint's each. What lies side by side at both ends is one
-        copy: a stack of experts, and not each of them."""
+        copy: a stack of experts, and not each of them. None where one does not lie in its original in one piece."""
+        regions = (region for original in originals.values() for _, region in original.parts)
+        if not all(_is_dense(size, stride) for size, stride, _ in regions):
+            return None
         return DirectCopy({
             name: _merged([
                 (target, (size, stride, region[2] + offset))
@@ -66,8 +69,8 @@ class DirectCopy:
 def _source(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The part of a checkpoint's tensor: geometries are those of contiguous ones."""
     size, stride, offset = geometry
-    if offset == 0 and tensor.shape == size and tensor.stride() == stride:
-        return tensor
+    if offset == 0 and tensor.shape == size and tensor.stride() == stride and tensor.is_contiguous():
+        return tensor  # a transposed one has the strides of a loader that transposes, which must do so nevertheless
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     return whole.as_strided(size, stride, whole.storage_offset() + offset)
 

@@ -88,7 +88,7 @@ class VllmReceiver:
         self._repaired: tuple[DerivedReport, ...] = ()
         self._loading = False
         self._direct: DirectCopy | None = None
-        self._composed: tuple[DirectCopy, Mapping[str, Original], DirectCopy] | None = None
+        self._composed: tuple[DirectCopy, Mapping[str, Original], DirectCopy | None] | None = None
         self._addresses: dict[str, int] = {}
 
     @property
@@ -171,10 +171,13 @@ class VllmReceiver:
         manifest = self._begun()
         if self._direct is None:
             return None
-        if self._composed is None or self._composed[0] is not self._direct or self._composed[1] is not originals:
-            self._composed = (self._direct, originals, self._direct.composed(originals))
         arrivals = _Originals(source, originals, self._received, manifest.version)
         try:
+            if self._composed is None or self._composed[0] is not self._direct or self._composed[1] is not originals:
+                _check_parts(originals, self._specs, manifest.version)
+                self._composed = (self._direct, originals, self._direct.composed(originals))
+            if self._composed[2] is None:
+                return None
             with torch.no_grad():
                 self._composed[2].copy(arrivals)
         except BaseException as error:
@@ -343,6 +346,21 @@ class VllmReceiver:
             left = self._reload.unfinished(self._model.get_submodule(path))
             if left is not None and (left[0] == 0 or (left[0] < left[1] and path not in plan.padded)):
                 raise RefitRefused(f"{path}: the loader wrote {left[0]} of {left[1]} values")
+
+
+def _check_parts(originals: Mapping[str, Original], specs: Mapping[str, TensorSpec], version: int) -> None:
+    """Raises RefitRefused unless what lies in the originals is of the manifest, by name, shape and dtype: geometries of
+    another shape would be read from the wrong places."""
+    for name, original in originals.items():
+        for part, (size, _, _) in original.parts:
+            spec = specs.get(part)
+            if spec is None:
+                raise RefitRefused(f"{part} lies in {name} but is not in the manifest of version {version}")
+            if (size, original.spec.dtype) != (spec.shape, spec.dtype):
+                raise RefitRefused(
+                    f"{part} lies in {name} as {original.spec.dtype} {size}, its manifest says {spec.dtype} "
+                    f"{spec.shape}"
+                )
 
 
 class _Originals:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from lockstep.rollout.vllm_coverage import Geometry, Write
 from lockstep.rollout.vllm_direct import DirectCopy
 from lockstep.rollout.vllm_layout import LiveLayout
 from lockstep.rollout.vllm_plan import LoadPlan
-from lockstep.rollout.vllm_receiver import _Originals
+from lockstep.rollout.vllm_receiver import VllmReceiver, _Originals
 
 EXPERTS, INNER, WIDTH = 3, 4, 6
 
@@ -33,7 +36,7 @@ class Served(torch.nn.Module):
 
 def rows(tensor: torch.Tensor, start: int, stop: int, index: int | None = None) -> Geometry:
     view = tensor[start:stop] if index is None else tensor[index, start:stop]
-    return tuple(view.shape), tuple(view.stride()), view.storage_offset()
+    return tuple(view.shape), tuple(view.stride()), int(view.storage_offset())
 
 
 def whole(shape: tuple[int, ...]) -> Geometry:
@@ -172,6 +175,7 @@ def test_a_stack_is_one_copy_and_arrives_as_its_experts_would(turned: bool) -> N
     assert direct is not None
     tensors, originals = stacks(checkpoint)
     composed = direct.composed(originals)
+    assert composed is not None
     assert {name: len(pieces) for name, pieces in composed._pieces.items()} == {"q": 1, "k": 1, "v": 1, "stack": 1}
     before = [parameter.data_ptr() for parameter in model.parameters()]
     if turned:  # not contiguous
@@ -194,9 +198,134 @@ def test_parts_that_lie_apart_at_one_end_are_copied_apart() -> None:
     places = [place for _, place in originals["stack"].parts]
     original = replace(originals["stack"], parts=tuple(zip(order, places, strict=True)))
     composed = direct.composed(originals | {"stack": original})
+    assert composed is not None
     assert len(composed._pieces["stack"]) == 2 * EXPERTS
     composed.copy((tensors | {"stack": turned}).items())
     assert {name: tensor for name, tensor in layout.live() if not torch.equal(tensor, checkpoint[name])} == {}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_loader_that_transposes_does_so_whatever_the_tensors_strides_are(turned: bool) -> None:
+    """A transposed square has the very strides that such a loader reads by."""
+    square = torch.arange(9.0).view(3, 3)
+    sent = square.T.contiguous().T if turned else square
+    live = torch.empty(3, 3)
+    DirectCopy({"w": ((live, ((3, 3), (1, 3), 0)),)}).copy([("w", sent)])
+    assert torch.equal(live, square.T)
+
+
+def cut_stack(random: np.random.Generator) -> tuple[torch.Tensor, dict[str, Any], Original, torch.Tensor, torch.Tensor]:
+    """A random stack [E, parts · rows, width] of a trainer; what one of several ranks keeps of it, with its experts and
+    their parts in some order, cut along rows or the last dimension, transposed or not, and others' experts left out.
+
+    Returns the stack, where each part goes, what lies where in the stack, the live tensor and what it must become.
+    """
+    num_experts, parts, ranks = (int(random.integers(1, high)) for high in (6, 4, 3))
+    rows, width = ranks * int(random.integers(1, 4)), ranks * int(random.integers(1, 4))
+    size, dim, rank = (rows, width), int(random.integers(0, 2)), int(random.integers(0, ranks))
+    held = [rows, width]
+    held[dim] //= ranks
+    experts = random.permutation(num_experts)[: int(random.integers(1, num_experts + 1))]
+    places = random.permutation(parts)
+    if random.random() < 0.4:  # as most engines: in the stack's own order
+        experts, places = np.sort(experts), np.arange(parts)
+    stack = torch.from_numpy(random.standard_normal((num_experts, parts * rows, width), dtype=np.float32))
+    dtype = (torch.float32, torch.bfloat16)[int(random.integers(0, 2))]
+    shape = held[::-1] if (turned := random.random() < 0.3) else held  # by a loader that transposes
+    live = torch.full((len(experts) + 1, parts * shape[0], shape[1]), torch.nan, dtype=dtype)  # one more is padding
+    wanted = live.clone()
+    pieces: dict[str, Any] = {f"{e}.{p}": () for e in range(num_experts) for p in range(parts)}
+    for slot, e in enumerate(experts):
+        for p, place in enumerate(places):
+            part = stack[e, p * rows : (p + 1) * rows]
+            cut = part.narrow(dim, rank * held[dim], held[dim])
+            view = torch.empty(size).narrow(dim, rank * held[dim], held[dim])
+            if turned:
+                cut, view = cut.T, view.T
+            at = slice(place * shape[0], (place + 1) * shape[0])
+            wanted[slot, at] = cut.to(dtype)
+            pieces[f"{e}.{p}"] = ((live[slot, at], (tuple(shape), view.stride(), int(view.storage_offset()))),)
+    regions = [(name, (size, (width, 1), i * rows * width)) for i, name in enumerate(pieces)]
+    random.shuffle(regions)
+    spec = TensorSpec("stack", tuple(stack.shape), "float32", "stack")
+    return stack, pieces, Original(spec, tuple(regions), frozenset(pieces)), live, wanted
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_stack_arrives_in_any_order_and_cut_as_part_by_part(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_pieces = num_merged = 0
+    for _ in range(40):
+        stack, pieces, original, live, wanted = cut_stack(random)
+        composed = DirectCopy(pieces).composed({"stack": original})
+        assert composed is not None
+        num_pieces += sum(map(len, pieces.values()))
+        num_merged += len(composed._pieces["stack"])
+        turned = stack.transpose(1, 2).contiguous().transpose(1, 2) if random.random() < 0.3 else stack
+        composed.copy([("stack", turned)])
+        assert torch.equal(live.nan_to_num(99.0), wanted.nan_to_num(99.0))
+    assert num_merged < num_pieces, "some copies were put together"
+
+
+def test_experts_that_are_written_through_a_transposed_view_are_copied_apart() -> None:
+    live = torch.empty(2, 3, 2)
+    pieces = {name: ((live[e].T, whole((2, 3))),) for e, name in enumerate("ab")}
+    parts = tuple((name, ((2, 3), (3, 1), 6 * e)) for e, name in enumerate(pieces))
+    stack = torch.arange(12.0).view(2, 2, 3)
+    original = Original(TensorSpec("s", (2, 2, 3), "float32", "s"), parts, frozenset(pieces))
+    composed = DirectCopy(pieces).composed({"s": original})
+    assert composed is not None
+    composed.copy([("s", stack)])
+    assert torch.equal(live, stack.transpose(1, 2))
+
+
+def test_what_does_not_lie_in_one_piece_is_not_composed() -> None:
+    """Halves of a tensor's last dimension: geometries of contiguous tensors say nothing about them."""
+    pieces = {name: ((torch.empty(2, 3), whole((2, 3))),) for name in ("left", "right")}
+    parts = tuple((name, ((2, 3), (6, 1), 3 * i)) for i, name in enumerate(pieces))
+    original = Original(TensorSpec("both", (2, 6), "float32", "both"), parts, frozenset(pieces))
+    assert DirectCopy(pieces).composed({"both": original}) is None
+
+
+def begun(direct: DirectCopy, specs: list[TensorSpec]) -> tuple[Any, list[str]]:
+    """A receiver in the middle of a refit, and what it is aborted with."""
+    reasons: list[str] = []
+    subject: Any = object.__new__(VllmReceiver)
+    subject._manifest, subject._specs = SimpleNamespace(version=7), {spec.name: spec for spec in specs}
+    subject._direct, subject._composed, subject._received, subject._loading = direct, None, set(), False
+    subject._host = SimpleNamespace(refit_aborted=reasons.append)
+    return subject, reasons
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (None, ""),
+        ({"name": "other"}, r"1\.up lies in stack but is not in the manifest of version 7"),
+        ({"shape": (WIDTH, INNER)}, r"1\.up lies in stack as float32 \(4, 6\), its manifest says float32 \(6, 4\)"),
+        ({"dtype": "bfloat16"}, r"1\.up lies in stack as float32 \(4, 6\), its manifest says bfloat16"),
+    ],
+)
+def test_originals_of_another_manifest_abort_the_refit(change: dict[str, Any] | None, says: str) -> None:
+    layout, checkpoint = make(Served())
+    direct = DirectCopy.of(layout)
+    assert direct is not None
+    tensors, originals = stacks(checkpoint)
+    specs = [TensorSpec(name, tuple(tensor.shape), "float32", name) for name, tensor in checkpoint.items()]
+    if change is not None:
+        specs = [replace(spec, **change) if spec.name == "1.up" else spec for spec in specs]
+    receiver, reasons = begun(direct, specs)
+    source = Source(list(tensors.items()))
+    if change is None:
+        assert receiver.receive_originals(source, originals) == sum(tensor.nbytes for tensor in tensors.values())
+        assert receiver._received == set(checkpoint)
+        assert reasons == []
+        return
+    with pytest.raises(RefitRefused, match=says):
+        receiver.receive_originals(source, originals)
+    assert [bool(re.search(says, reason)) for reason in reasons] == [True]
+    assert receiver._manifest is None
+    assert all(bool(tensor.isnan().all()) for _, tensor in layout.live()), "nothing was written"
 
 
 class Kernel:
