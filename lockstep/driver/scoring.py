@@ -68,7 +68,8 @@ def optimizer_parts(parts: Parts, rollouts: Seq[Rollout], scores: ModelScores) -
 
 def self_agreement(parts: Parts, rollouts: Seq[Rollout]) -> dict[str, float]:
     """The trainer against itself: some sequences together and each alone, so packed differently (``self/…``)."""
-    sequences = [rollout.sequences[0] for rollout in rollouts[:NUM_SELF_CHECK_SEQUENCES]]
+    with_sequences = [rollout for rollout in rollouts if rollout.sequences]  # one that only failed has none
+    sequences = [rollout.sequences[0] for rollout in with_sequences[:NUM_SELF_CHECK_SEQUENCES]]
     if not sequences:
         return {}
     with span("logprobs/self"):

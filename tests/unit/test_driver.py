@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,8 @@ from lockstep.driver.rows import (
     time_metrics,
     unscored_counts,
 )
-from lockstep.driver.scoring import split_for_optimizer
+from lockstep.driver.scoring import self_agreement, split_for_optimizer
+from lockstep.interfaces import LogProbs
 from lockstep.parity.attribute import Factor, Scores, attribute
 from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
 
@@ -122,6 +126,23 @@ def test_the_step_line_shows_the_verdict_even_when_nothing_was_measured() -> Non
     )
     assert "agreement not measured" in line
     assert "unjudged" in line
+
+
+def test_the_trainer_is_held_against_itself_where_a_rollout_has_no_sequence() -> None:
+    class AloneDiffers:
+        """Its log-probs depend on whether a sequence is alone."""
+
+        def logprobs(self, sequences: list[Sequence]) -> dict[str, LogProbs]:
+            value = -1.0 if len(sequences) > 1 else -1.5
+            return {s.sequence_id: LogProbs(np.full(len(s.tokens), value, np.float32), 0) for s in sequences}
+
+    empty = replace(make_rollout("empty", [3], Score(None, error="failed")), sequences=())
+    whole = [make_rollout(name, [3, 4], Score(1.0)) for name in "ab"]
+    parts: Any = SimpleNamespace(trainer=AloneDiffers())
+    found = self_agreement(parts, [empty, *whole])
+    assert found == self_agreement(parts, whole)
+    assert 0.5 in found.values()
+    assert self_agreement(parts, [empty]) == {}
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
