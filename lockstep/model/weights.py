@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,11 @@ class ModelWeights:
 
     def manifest(self) -> Manifest:
         """Names, shapes, dtypes, groups in order."""
-        specs = tuple(
+        return Manifest(version=self.version, tensors=self._specs, tied=dict(self._tied), model_type=self._model_type)
+
+    @cached_property
+    def _specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
             TensorSpec(
                 name=name,
                 shape=tuple(tensor.shape),
@@ -57,7 +62,6 @@ class ModelWeights:
             )
             for name, tensor in self._tensors.items()
         )
-        return Manifest(version=self.version, tensors=specs, tied=dict(self._tied), model_type=self._model_type)
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """(name, global shape, offset, detached live tensor) in the manifest's order; one whole shard each."""

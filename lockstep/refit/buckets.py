@@ -22,11 +22,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lockstep.records import Manifest, TensorSpec
-from lockstep.refit.row_sums import GOLDEN, ROW_BYTES, RowSums, kernel, mix
+from lockstep.refit.row_sums import GOLDEN, ROW_BYTES, WORD, RowSums, kernel, mix
 
 ALIGNMENT = 256
 """Of tensors in a bucket: what CUDA allocations guarantee, and enough for every vector load."""
@@ -223,21 +222,21 @@ def check_seal(bucket: Bucket, buffer: torch.Tensor, *, transfer: int, version: 
 
 def fold(digests: Iterable[str]) -> str:
     """One digest of many, in their order."""
-    state = np.zeros(2, np.uint64)
+    first = second = 0
     for digest in digests:
-        words = np.array([int(digest[:16], 16), int(digest[16:], 16)], np.uint64)
-        state = mix(mix(state + GOLDEN) ^ words)
-    return _text((int(state[0]), int(state[1])))
+        first = mix(mix(first + GOLDEN & WORD) ^ int(digest[:16], 16))
+        second = mix(mix(second + GOLDEN & WORD) ^ int(digest[16:], 16))
+    return _text((first, second))
 
 
 def _digest(
     data: torch.Tensor, transfer: int, version: int, number: int, sums: RowSums | None = None
 ) -> tuple[int, int]:
     """Two words over ``data`` (flat uint8, a multiple of a row long)."""
-    key = np.zeros(1, np.uint64)
+    key = 0
     for part in (transfer, version, number, len(data)):
-        key = mix(key + GOLDEN + np.array([part], np.int64).view(np.uint64))
-    return (sums or RowSums.of(data)).mixed(key[0])
+        key = mix(key + GOLDEN + part & WORD)
+    return (sums or RowSums.of(data)).mixed(key)
 
 
 def _text(words: tuple[int, int]) -> str:

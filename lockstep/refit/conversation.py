@@ -60,11 +60,11 @@ class Conversation:
         self._peer, self._timeout_s = peer, timeout_s
         self._digests: list[str] = []
         self._waiting: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-        self._num_bytes = 0
+        self._opening: Future[dict[str, Any]] | None = None
 
     def open(self, message: dict[str, Any]) -> None:
-        """Announce the transfer."""
-        self._answer(self._peer.hand_over({**message, "kind": "open"}), "the opening of the transfer")
+        """Announce the transfer. What the receiver says to it is heard before the first bucket is announced."""
+        self._opening = self._peer.hand_over({**message, "kind": "open"})
 
     def still_here(self) -> None:
         """Before the transfer is open: tell the receiver that it is being prepared, so that it goes on waiting."""
@@ -77,12 +77,14 @@ class Conversation:
 
     def send(self, number: int, digest: str, message: dict[str, Any]) -> None:
         """Announce a bucket that is ready."""
+        self._opened()
         self.make_room()
         self._digests.append(digest)
         self._waiting.append((number, self._peer.hand_over({**message, "kind": "bucket", "number": number})))
 
     def close(self) -> Claim:
         """Wait for all answers and end the transfer: the ``transported`` claim."""
+        self._opened()
         while self._waiting:
             self._collect()
         answer = self._answer(self._peer.hand_over({"kind": "close"}), "the end of the transfer")
@@ -91,6 +93,11 @@ class Conversation:
             detail = f"{len(self._digests)} buckets of digest {ours} were sent; {count} of digest {theirs} came"
             return Claim("transported", "failed", detail)
         return Claim("transported", "held", f"{count} buckets, digests of both ends are {ours}")
+
+    def _opened(self) -> None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            self._answer(opening, "the opening of the transfer")
 
     def _collect(self) -> None:
         number, asked = self._waiting.popleft()

@@ -16,7 +16,8 @@ import torch
 
 from lockstep.native import NoKernel, load_kernel
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = 0x9E3779B97F4A7C15
+WORD = 2**64 - 1
 ROW_WORDS = 512
 ROW_BYTES = ROW_WORDS * 8
 
@@ -61,16 +62,16 @@ class RowSums:
         sums = (self.rows.ctypes.data, self.columns.ctypes.data)
         library.row_sums(data.data_ptr(), to, num_bytes, offset // 8, *sums)
 
-    def mixed(self, key: np.uint64) -> tuple[int, int]:
-        """One word of the rows' sums and one of the columns', each sum mixed with its place and ``key``."""
-        library, flipped = kernel(), ~key
+    def mixed(self, key: int) -> tuple[int, int]:
+        """One word of the rows' sums and one of the columns', each sum mixed with its place and a 64-bit ``key``."""
+        library, flipped = kernel(), key ^ WORD
         if library is not None:
             rows, columns = self.rows.ctypes.data, self.columns.ctypes.data
             return (
-                library.mixed(rows, len(self.rows), int(key), 0),
-                library.mixed(columns, ROW_WORDS, 0, int(flipped)),
+                library.mixed(rows, len(self.rows), key, 0),
+                library.mixed(columns, ROW_WORDS, 0, flipped),
             )
-        return _mixed(self.rows, key, np.uint64(0)), _mixed(self.columns, np.uint64(0), flipped)
+        return _mixed(self.rows, key, 0), _mixed(self.columns, 0, flipped)
 
     def _take_by_numpy(self, data: torch.Tensor) -> None:
         words = data.numpy().view(np.uint64).reshape(-1, ROW_WORDS)
@@ -80,16 +81,23 @@ class RowSums:
             self.columns += np.add.reduce(part, axis=0)
 
 
-def mix(words: np.ndarray) -> np.ndarray:
+def mix(word: int) -> int:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection in which every bit reaches every bit."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
+    return word ^ (word >> 31)
+
+
+def _mix_each(words: np.ndarray) -> np.ndarray:
+    """``mix`` of every word."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
-def _mixed(sums: np.ndarray, added: np.uint64, flipped: np.uint64) -> int:
-    places = np.arange(1, len(sums) + 1, dtype=np.uint64) * GOLDEN
-    return int(np.sum(mix(sums ^ mix((places + added) ^ flipped)), dtype=np.uint64))
+def _mixed(sums: np.ndarray, added: int, flipped: int) -> int:
+    places = np.arange(1, len(sums) + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(added)
+    return int(np.sum(_mix_each(sums ^ _mix_each(places ^ np.uint64(flipped))), dtype=np.uint64))
 
 
 @cache
@@ -115,6 +123,6 @@ def _agrees(library: Any) -> bool:
         library.row_sums(source, target, end - begin, begin // 8, rows.ctypes.data, columns.ctypes.data)
     words = data.view(np.uint64).reshape(-1, ROW_WORDS)
     same_sums = np.array_equal(rows, words.sum(1)) and np.array_equal(columns, words.sum(0))
-    key = np.uint64(0xFEDCBA9876543210)
-    same_mix = library.mixed(columns.ctypes.data, ROW_WORDS, int(key), int(~key)) == _mixed(columns, key, ~key)
+    key = 0xFEDCBA9876543210
+    same_mix = library.mixed(columns.ctypes.data, ROW_WORDS, key, key ^ WORD) == _mixed(columns, key, key ^ WORD)
     return same_sums and same_mix and np.array_equal(copied, data)
