@@ -16,9 +16,7 @@ import_vllm()
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-pytestmark = pytest.mark.lane(
-    "stage-a-vllm", hardware={"cpu": "cpu"}, minutes=0.5, owner="plan", labels=["vllm", "plan"]
-)
+pytestmark = pytest.mark.lane("stage-a-vllm", hardware={"cpu": "cpu"}, minutes=0.5, owner="vllm", labels=["vllm"])
 
 
 def page(row: int, ratio: int, alignment: int, dtype: torch.dtype) -> int:
