@@ -3,6 +3,7 @@ checkpoint. The product itself is ours where this CPU has none (``fp8_kernel.py`
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -201,3 +202,27 @@ def test_experts_are_served_or_refused_by_name() -> None:
     ran = subprocess.run([sys.executable, "-c", MOE], capture_output=True, text=True, timeout=300)
     last = ran.stdout.strip().splitlines()[-1]
     assert last == "served as fp8" or re.fullmatch(r"refused: vLLM can't serve fp8 weights here: .*MoE.*", last), ran
+
+
+@pytest.mark.parametrize("stated", [None, "0"])
+def test_a_start_with_power_of_two_scales_leaves_deep_gemm_as_any_start_would(
+    stated: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM writes a variable for the whole process when it reads such a configuration: its own default, and only where
+    nobody set it (docs/vllm.md), so that a later engine with float32 scales computes as it would have alone."""
+    import vllm.envs as envs  # pyright: ignore[reportMissingImports]
+    from vllm.transformers_utils.config import get_config  # pyright: ignore[reportMissingImports]
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used  # pyright: ignore[reportMissingImports]
+
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    monkeypatch.setenv(name, "0")  # put back after the test, whatever vLLM writes
+    if stated is None:
+        monkeypatch.delenv(name)
+    before = envs.VLLM_USE_DEEP_GEMM_E8M0
+    assert before is (stated is None)
+    model = model_of(0)
+    section = served_section(as_checkpoint(ModelWeights(model, 0)).manifest(), "fp8_ue8m0")
+    get_config(str(write_model_folder(model, tmp_path, quantisation=section)), trust_remote_code=False)
+    assert os.environ.get(name) == (stated or "1"), "written"
+    assert envs.VLLM_USE_DEEP_GEMM_E8M0 is before
+    assert hasattr(is_deep_gemm_e8m0_used, "cache_clear"), "decided once for a process"
