@@ -84,7 +84,8 @@ def join_turns(
     """The turns of one rollout, in the order in which they were sampled, as few sequences.
 
     ``max_sequences`` bounds what a loop of many forks costs: those with the most sampled tokens are kept (of equal
-    ones the later), and the others are counted as dropped. Their ids are ``rollout_id/0`` and so on.
+    ones the later), a selection biased towards long ones, and the others are counted as dropped. Their ids are
+    ``rollout_id/0`` and so on.
 
     Raises ValueError, with rollout, turn and field, for ids that are no integers or outside of the vocabulary, arrays
     that differ in length, a prompt without a token, and expert ids of several shapes.
