@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 
 class SplitModel:
-    """A causal language model as ``hidden`` (body) and ``logits`` (head). Raises TypeError if it has no such split."""
+    """A causal language model as ``hidden`` (body) and ``logits`` (head). Raises ModelError if it has no such split, or
+    if its state between tokens is no cache that can be handed to it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         body = model.base_model
         if body is model or not hasattr(model, "lm_head"):
-            raise TypeError(f"{type(model).__name__} has no body under a language-model head")
+            raise ModelError(
+                f"{type(model).__name__} has no body under a language-model head, lm_head; use another architecture, "
+                "for example qwen3"
+            )
         self.model = model
         # Heads of OPT and Bart call the body's decoder, past the body's own forward.
         self.body = body = getattr(body, "decoder", body)
-        parameters = inspect.signature(body.forward).parameters
-        # transformers renames the cache argument between releases.
-        self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache"
+        self.cache_argument = _cache_argument(body)
 
     def hidden(
         self,
@@ -69,6 +71,29 @@ class SplitModel:
         from transformers import DynamicCache
 
         return DynamicCache(config=self.model.config)
+
+
+def _cache_argument(body: torch.nn.Module) -> str:
+    """The name under which ``body`` takes a ``DynamicCache``: transformers renames it between releases, and state-space
+    models (Mamba) call it ``cache_params``. Under a wrong name a body ignores the cache, and every token would be
+    decoded as if it were the first. Raises ModelError for a body that keeps its state in another way."""
+    from transformers import Cache, DynamicCache
+
+    parameters = inspect.signature(body.forward).parameters
+    name = next((name for name in ("past_key_values", "cache", "cache_params") if name in parameters), None)
+    if name is None:
+        found = "takes no cache"
+    else:
+        annotation = parameters[name].annotation
+        kinds = get_args(annotation) or (annotation,)
+        own = [kind for kind in kinds if isinstance(kind, type) and kind.__name__.endswith("Cache")]
+        if not own or not {Cache, DynamicCache}.isdisjoint(own):
+            return name
+        found = f"takes {own[0].__name__} as {name}"
+    raise ModelError(
+        f"{type(body).__name__} {found}, and Lockstep decodes with transformers' DynamicCache alone; use an "
+        "architecture that takes one, for example qwen3 or mamba2"
+    )
 
 
 @contextmanager
