@@ -218,16 +218,20 @@ def _source_of_model(config: Any) -> str:
 
 def _refuse_unknown_fields(config: Any, given: Mapping[str, Any]) -> None:
     """transformers keeps a field that it does not know as an attribute that nobody reads: a misspelt size would be the
-    default's. Some classes read fields that they do not declare (Qwen2: ``head_dim``), so their source is asked."""
+    default's. Some classes read fields that they do not declare (Qwen2: ``head_dim``), so their source is asked. None
+    takes an inherited field out."""
+    from transformers import PreTrainedConfig
+
     declared = type(config)()
-    unknown = [name for name in given if name in vars(config) and not hasattr(declared, name)]
+    unknown = [n for n, value in given.items() if value is not None and n in vars(config) and not hasattr(declared, n)]
     source = _source_of_model(config) + inspect.getsource(sys.modules[type(config).__module__]) if unknown else ""
     for name in unknown:
         if not re.search(rf"""\bconfig\.{re.escape(name)}\b|(["']){re.escape(name)}\1""", source):
-            known = {each for each in vars(declared) if not each.startswith("_")} | set(config.attribute_map)
+            known = set(vars(declared)) - set(vars(PreTrainedConfig())) | set(config.attribute_map)
+            near = _nearest(name, known) or f"; its fields: {', '.join(sorted(known))}"
             raise ModelError(
-                f"model.config: {config.model_type} has no field {name!r}{_nearest(name, known)}; known fields: "
-                f"{', '.join(sorted(known))}"
+                f"model.config: {config.model_type} has no field {name!r}{near}; correct it, or set "
+                f"model.config.{name} = none if a recipe gives it"
             )
 
 

@@ -249,9 +249,10 @@ def test_on_policy_distillation_pulls_the_policy_to_its_teacher(tmp_path: Path) 
 
 
 def test_expert_ids_are_refused_of_a_model_without_experts(tmp_path: Path) -> None:
-    dense = 'model.model_type="qwen3"'
+    of_experts = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+    dense = ['model.model_type="qwen3"', *(f"model.config.{name}=none" for name in of_experts)]
     with pytest.raises(ModelError, match=r"rollout.record_routes: Qwen3ForCausalLM has no routers"):
-        train(load_recipe("tiny-qwen3-moe", [*SMALL, dense, "rollout.record_routes=true"]), tmp_path / "run")
+        train(load_recipe("tiny-qwen3-moe", [*SMALL, *dense, "rollout.record_routes=true"]), tmp_path / "run")
 
 
 def test_a_refit_whose_claim_fails_is_filed_with_its_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
