@@ -204,25 +204,31 @@ def test_experts_are_served_or_refused_by_name() -> None:
     assert last == "served as fp8" or re.fullmatch(r"refused: vLLM can't serve fp8 weights here: .*MoE.*", last), ran
 
 
-@pytest.mark.parametrize("stated", [None, "0"])
+DEEP_GEMM = """
+import os, sys
+import vllm.envs as envs
+from vllm.transformers_utils.config import get_config
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+before = envs.VLLM_USE_DEEP_GEMM_E8M0
+get_config(sys.argv[1], trust_remote_code=False)
+once = hasattr(is_deep_gemm_e8m0_used, "cache_clear")
+print(before, os.environ.get("VLLM_USE_DEEP_GEMM_E8M0"), envs.VLLM_USE_DEEP_GEMM_E8M0, once)
+"""
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(None, "True 1 True True"), ("0", "False 0 False True")])
 def test_a_start_with_power_of_two_scales_leaves_deep_gemm_as_any_start_would(
-    stated: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stated: str | None, expected: str, tmp_path: Path
 ) -> None:
     """vLLM writes a variable for the whole process when it reads such a configuration: its own default, and only where
-    nobody set it (docs/vllm.md), so that a later engine with float32 scales computes as it would have alone."""
-    import vllm.envs as envs  # pyright: ignore[reportMissingImports]
-    from vllm.transformers_utils.config import get_config  # pyright: ignore[reportMissingImports]
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used  # pyright: ignore[reportMissingImports]
-
-    name = "VLLM_USE_DEEP_GEMM_E8M0"
-    monkeypatch.setenv(name, "0")  # put back after the test, whatever vLLM writes
-    if stated is None:
-        monkeypatch.delenv(name)
-    before = envs.VLLM_USE_DEEP_GEMM_E8M0
-    assert before is (stated is None)
+    nobody set it (docs/vllm.md), so that a later engine with float32 scales computes as it would have alone. In a
+    process of its own: vLLM keeps what it has read of its environment once an engine stands. Printed: the setting
+    before, the variable and the setting after, and whether it is decided once for a process."""
     model = model_of(0)
     section = served_section(as_checkpoint(ModelWeights(model, 0)).manifest(), "fp8_ue8m0")
-    get_config(str(write_model_folder(model, tmp_path, quantisation=section)), trust_remote_code=False)
-    assert os.environ.get(name) == (stated or "1"), "written"
-    assert envs.VLLM_USE_DEEP_GEMM_E8M0 is before
-    assert hasattr(is_deep_gemm_e8m0_used, "cache_clear"), "decided once for a process"
+    folder = write_model_folder(model, tmp_path, quantisation=section)
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_USE_DEEP_GEMM_E8M0"}
+    environment |= {} if stated is None else {"VLLM_USE_DEEP_GEMM_E8M0": stated}
+    command = [sys.executable, "-c", DEEP_GEMM, str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ran.stdout.strip().splitlines()[-1:] == [expected], ran
