@@ -137,7 +137,8 @@ def drifts(cases: Iterable[Case], history: History) -> list[str]:
     lines: list[str] = []
     for case, seen in found.values():
         hardware, worst = max(seen, key=lambda one: one[1].minutes)
-        ratio = worst.minutes / case.minutes
+        # What takes no time that can be measured is as short as an estimate can say, and no infinitely wrong one.
+        ratio = max(worst.minutes, min(case.minutes, 0.01)) / case.minutes
         value = f"{max(worst.minutes, 0.01):.2g}"
         told = f"measured {value} min on {hardware} over {worst.num_runs} run{'s' if worst.num_runs != 1 else ''}"
         if not case.declared:

@@ -101,6 +101,12 @@ def test_an_estimate_that_is_off_by_more_than_two_is_reported_with_the_value(min
         assert found[0].startswith("tests/test_a.py:3: minutes=10, measured")
 
 
+@pytest.mark.parametrize(("estimate", "named"), [(0.005, False), (0.01, False), (1.0, True)])
+def test_a_test_that_takes_no_time_is_measured_as_the_least_estimate(estimate: float, named: bool) -> None:
+    found = drifts([a_case(estimate)], measured(0.0))
+    assert [("write minutes=0.01" in line) for line in found] == [True] * named
+
+
 def test_a_test_without_a_mark_is_told_to_get_one_only_if_it_is_long() -> None:
     short, long = (drifts([a_case(0.05, declared=False)], measured(m)) for m in (0.5, 4.0))
     assert short == []
