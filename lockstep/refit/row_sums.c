@@ -56,7 +56,7 @@ void row_sums(const uint8_t *from, uint8_t *target, long num_bytes, long place, 
     }
 }
 
-static inline uint64_t mix(uint64_t word) { /* the finaliser of splitmix64, as in buckets.py */
+static inline uint64_t mix(uint64_t word) { /* the finaliser of splitmix64, as in row_sums.py */
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;
     word = (word ^ (word >> 27)) * 0x94D049BB133111EBull;
     return word ^ (word >> 31);
