@@ -142,8 +142,9 @@ def _weights_job(
             if not made:
                 continue
             with budget.taken(_memory_of(group, source)):
-                for name, result in _made(transform, group, made, read).items():
-                    sink.write(as_bytes(result), file.offsets[name])
+                results = _made(transform, group, made, read)
+                for name in tuple(results):  # each is gone before the next group waits for memory
+                    sink.write(as_bytes(results.pop(name)), file.offsets[name])
         return {}
 
     return FileJob(file.name, file.num_bytes, plan, write)

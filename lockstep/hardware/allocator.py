@@ -40,6 +40,44 @@ def share_one_heap() -> bool:
     return hasattr(library, "gnu_get_libc_version") and library.mallopt(_M_ARENA_MAX, 1) == 1
 
 
+class KeptPages:
+    """Pages of the shared heap that are free and still the process's: what ``keep_freed_pages`` costs.
+
+    Not thread-safe. Where glibc can't say (before 2.33), or in another C library, there are none as far as is known.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._can_say = hasattr(self._library, "mallinfo2") and hasattr(self._library, "malloc_trim")
+        if self._can_say:
+            self._library.mallinfo2.restype = _Mallinfo2
+        self._returned = 0
+
+    def num_bytes(self) -> int:
+        """An estimate: free bytes of the heap, less those that ``give_back`` gave and nobody has used since."""
+        free = self._free()
+        self._returned = min(self._returned, free)
+        return free - self._returned
+
+    def give_back(self) -> None:
+        """Return them to the operating system; they stay free blocks of the heap and are faulted in when used again."""
+        if self._can_say:
+            self._library.malloc_trim(0)
+            self._returned = self._free()
+
+    def _free(self) -> int:
+        return int(self._library.mallinfo2().fordblks) if self._can_say else 0
+
+
+class _Mallinfo2(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    )
+
+
 def bound_primitive_cache() -> None:
     """Keep ``NUM_CACHED_PRIMITIVES`` compiled matrix products instead of oneDNN's 1024, unless the environment says
     otherwise. To be called before the process' first matrix product; later it has no effect."""

@@ -19,6 +19,7 @@ from lockstep.checkpoint.inspect import inspect
 from lockstep.checkpoint.prepare import LOCK, Preparation
 from lockstep.checkpoint.progress import Silent
 from lockstep.checkpoint.work_list import WORK_LIST, WorkList
+from lockstep.checkpoint.writer import MIN_BUDGET_BYTES
 from lockstep.config.prepare_schema import PrepareConfig
 from tests.e2e.conftest import command
 from tests.synthetic_checkpoints import write_checkpoint
@@ -278,19 +279,16 @@ def write_large(folder: Path, num_layers: int) -> int:
 
 
 @pytest.mark.slow
-def test_memory_stays_at_twice_the_largest_tensor_whatever_the_checkpoints_size(
-    tmp_path: Path, record_property: Any
+@pytest.mark.parametrize("num_layers", [1, 5])  # 0.9 and 2.5 GB, in two and in five files that two workers write
+def test_memory_stays_within_its_budget_whatever_the_checkpoints_size(
+    tmp_path: Path, record_property: Any, num_layers: int
 ) -> None:
-    peaks: list[int] = []
-    for num_layers in (1, 5):
-        largest = write_large(tmp_path / f"source{num_layers}", num_layers)
-        arguments = [sys.executable, "-c", _MEASURED, str(tmp_path / f"source{num_layers}"), str(tmp_path / "t")]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=580, env=env)
-        peaks.append(int(done.stdout))
-        record_property(f"peak above the start, {num_layers} layers", peaks[-1])
-        for name in (f"source{num_layers}", "t"):
-            subprocess.run(["rm", "-rf", str(tmp_path / name)], check=True)
-        assert peaks[-1] > 50 << 20, "a matrix of 90 MB was read: the measure must see it"
-        assert peaks[-1] < 2 * largest + (256 << 20), f"{peaks[-1] / 1e6:.0f} MB, largest {largest / 1e6:.0f} MB"
-    assert peaks[1] < peaks[0] + (128 << 20), f"grew with the checkpoint: {peaks}"
+    largest = write_large(tmp_path / "source", num_layers)
+    arguments = [sys.executable, "-c", _MEASURED, str(tmp_path / "source"), str(tmp_path / "t")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=580, env=env)
+    peak = int(done.stdout)
+    record_property("peak above the start", peak)
+    assert peak > 50 << 20, "a matrix of 90 MB was read: the measure must see it"
+    budget = max(MIN_BUDGET_BYTES, largest)  # a half of the largest, and its copy
+    assert peak < budget + (96 << 20), f"{peak / 1e6:.0f} MB, with a budget of {budget / 1e6:.0f} MB"

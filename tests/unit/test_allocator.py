@@ -43,6 +43,39 @@ def test_large_tensors_reuse_their_pages() -> None:
     assert faults("keep") < 0.01 * pages
 
 
+KEPT = """
+import torch
+from lockstep.hardware.allocator import KeptPages, keep_freed_pages, share_one_heap
+keep_freed_pages(), share_one_heap()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+kept, start, before = KeptPages(), KeptPages().num_bytes(), resident()
+blocks = [torch.ones(8 << 20) for _ in range(10)]
+held = blocks[::2]
+while blocks:  # every second one is freed, and lies between those that are held
+    blocks.pop()
+print(kept.num_bytes() - start, resident() - before)
+kept.give_back()
+print(kept.num_bytes(), resident() - before)
+again = torch.ones(8 << 20)
+print(kept.num_bytes(), resident() - before)
+del again
+print(kept.num_bytes(), resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the count is glibc's")
+def test_kept_pages_are_counted_and_given_back_from_between_blocks_that_are_held() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], check=True, capture_output=True, text=True)
+    found = [[int(word) / (32 << 20) for word in line.split()] for line in done.stdout.splitlines()]
+    (kept, resident), (kept_after, resident_after), (_, resident_again), (kept_again, _) = found
+    assert resident == pytest.approx(10, abs=0.2)
+    assert 5 <= kept < 7.2, "the freed ones, and at most the 64 MB by which the heap is extended beforehand"
+    assert (kept_after, resident_after) == pytest.approx((0, 5), abs=0.2)
+    assert resident_again == pytest.approx(6, abs=0.2)
+    assert 1 <= kept_again < 3.2
+
+
 SHAPES = """
 import sys, torch
 from lockstep.hardware.allocator import bound_primitive_cache
