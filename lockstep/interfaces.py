@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lockstep.records import (
     DerivedReport,
     FloatArray,
     GenerateRequest,
+    LiveTensor,
     Manifest,
     Naming,
     OptimOutput,
@@ -153,6 +154,15 @@ class WeightReceiver(Protocol):
 
     def derived(self) -> tuple[DerivedReport, ...]:
         """Compare every registered derived state with a rebuild from the live weights, without changing it."""
+        ...
+
+
+@runtime_checkable
+class DescribesLive(Protocol):
+    """A receiver whose engine lives elsewhere: what is live can be compared where it lies."""
+
+    def described(self, key: int | None) -> Iterator[LiveTensor]:
+        """What ``live`` would yield, without its bytes; with a ``key`` (64 bits) the digests of them under it."""
         ...
 
 

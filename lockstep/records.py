@@ -281,6 +281,17 @@ class Original:
     names: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A live tensor of an engine in another process, described without its bytes. ``dtype``: torch's word. ``digest``:
+    of its bytes under the key that was asked for (``numerics.row_sums.tensor_digest``), None without a key."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str | None = None
+
+
 Naming = Literal["module", "checkpoint"]
 """Whose tensor names: those of transformers' modules (fused expert stacks), or those of published checkpoints (one
 tensor per expert and projection), which engines' own loaders read."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.numerics.row_sums import GOLDEN, ROW_BYTES, WORD, RowSums, kernel, mix
 from lockstep.records import Manifest, TensorSpec
-from lockstep.refit.row_sums import GOLDEN, ROW_BYTES, WORD, RowSums, kernel, mix
 
 ALIGNMENT = 256
 """Of tensors in a bucket: what CUDA allocations guarantee, and enough for every vector load."""

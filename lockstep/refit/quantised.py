@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.interfaces import DescribesLive, WeightReceiver, WeightSource
 from lockstep.numerics.blocks import QuantisationError, Quantised
 from lockstep.numerics.pairs import Format, dequantise, plain_manifest, quantise, quantised_specs
 from lockstep.records import Manifest, Quantisation, TensorSpec
@@ -100,11 +100,11 @@ def dequantised(source: WeightSource, names: AbstractSet[str] | None = None) -> 
     return _Dequantised(source, names)
 
 
-def held_dequantised(manifest: Manifest, live: Mapping[str, torch.dtype]) -> set[str]:
-    """Quantised weights of a manifest that an engine shows (``live``: dtypes by name) in another dtype than their codes
-    have: it dequantised them at loading."""
+def held_dequantised(manifest: Manifest, live: Mapping[str, str]) -> set[str]:
+    """Quantised weights of a manifest that an engine shows (``live``: ``live_dtypes``) in another dtype than their
+    codes have: it dequantised them at loading."""
     codes = {spec.name: spec.dtype for spec in manifest.tensors if spec.scale}
-    return {name for name, dtype in live.items() if name in codes and str(dtype) != f"torch.{codes[name]}"}
+    return {name for name, dtype in live.items() if name in codes and dtype != codes[name]}
 
 
 def as_held(source: WeightSource, receiver: WeightReceiver) -> WeightSource:
@@ -112,7 +112,14 @@ def as_held(source: WeightSource, receiver: WeightReceiver) -> WeightSource:
     manifest = source.manifest()
     if manifest.quantisation == "none":
         return source
-    return dequantised(source, held_dequantised(manifest, {name: live.dtype for name, live in receiver.live()}))
+    return dequantised(source, held_dequantised(manifest, live_dtypes(receiver)))
+
+
+def live_dtypes(receiver: WeightReceiver) -> dict[str, str]:
+    """Dtypes (torch's words) of what an engine shows, by name; no tensor of another process travels for them."""
+    if isinstance(receiver, DescribesLive):
+        return {live.name: live.dtype for live in receiver.described(None)}
+    return {name: str(live.dtype).removeprefix("torch.") for name, live in receiver.live()}
 
 
 class _Dequantised:

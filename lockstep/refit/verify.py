@@ -5,11 +5,17 @@ A claim is ``held``, ``failed`` or ``not checked``, each with the reason; nothin
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
-from lockstep.interfaces import WeightReceiver, WeightSource
+from lockstep.interfaces import DescribesLive, WeightReceiver, WeightSource
+from lockstep.numerics.row_sums import tensor_digest
 from lockstep.records import Claim, Manifest
-from lockstep.refit.quantised import as_held, held_dequantised
+from lockstep.refit.quantised import as_held, held_dequantised, live_dtypes
 from lockstep.refit.transports import whole_tensors
 
 
@@ -17,7 +23,7 @@ def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
     """Every manifest name has a live tensor and every live tensor is of the manifest, counted both ways. The block
     scales of a weight that is live dequantised are in it."""
     sent = {spec.name for spec in manifest.tensors}
-    shown = {name: tensor.dtype for name, tensor in receiver.live()}
+    shown = live_dtypes(receiver)
     live = shown.keys() | receiver.opaque().keys()
     dequantised = held_dequantised(manifest, shown)
     folded = {spec.scale for spec in manifest.tensors if spec.name in dequantised}
@@ -32,24 +38,28 @@ def claim_covered(manifest: Manifest, receiver: WeightReceiver) -> Claim:
 
 def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightReceiver) -> Claim:
     """Live tensors of the engine, tied copies with a layout of their own included, equal the trainer's byte for byte
-    after the conversion to the engine's dtype; those in a layout that can't be undone equal a second load. Weights that
-    the engine dequantised equal the dequantisation of the quantised source."""
+    after the conversion to the engine's dtype (in another process by their digests, under a key made for this look);
+    those in a layout that can't be undone equal a second load. Weights that the engine dequantised equal the
+    dequantisation of the quantised source."""
     expected = dict(whole_tensors(as_held(source, receiver)))
     num_bytes = num_tensors = 0
-    for name, live in receiver.live():
+    for live in _live(receiver):
+        name = live.name
         sent = name if name in expected else manifest.tied.get(name)
         if sent is None and manifest.base_version is not None:
             continue  # not of the declared subset
         if sent is None:
             return Claim("loaded", "failed", f"{name}: live in the engine, unknown to the trainer")
-        wanted = expected[sent].detach().to(device=live.device, dtype=live.dtype)
-        if wanted.shape != live.shape:
-            return Claim("loaded", "failed", f"{name}: shape {tuple(live.shape)}, trainer has {tuple(wanted.shape)}")
-        if not torch.equal(_bits(wanted), _bits(live)):
-            differing = int((_bits(wanted) != _bits(live)).sum())
-            return Claim("loaded", "failed", f"{name}: {differing} of {live.numel()} values differ from the trainer's")
+        wanted = expected[sent].detach().to(live.dtype)
+        if tuple(wanted.shape) != live.shape:
+            return Claim("loaded", "failed", f"{name}: shape {live.shape}, trainer has {tuple(wanted.shape)}")
+        if not live.equals(wanted):
+            differing = _num_differing(wanted, next(found for one, found in receiver.live() if one == name))
+            return Claim(
+                "loaded", "failed", f"{name}: {differing} of {wanted.numel()} values differ from the trainer's"
+            )
         num_tensors += 1
-        num_bytes += live.numel() * live.element_size()
+        num_bytes += wanted.nbytes
     opaque = receiver.opaque()
     seen: set[str] = set()
     for name, difference in receiver.reload_differences((name, expected[name]) for name in opaque if name in expected):
@@ -60,8 +70,9 @@ def claim_loaded(manifest: Manifest, source: WeightSource, receiver: WeightRecei
         return Claim("loaded", "failed", f"{len(unseen)} opaque tensors were not loaded again: {unseen[:5]}")
     if num_tensors + len(seen) == 0:
         return Claim("loaded", "failed", "the engine shows no live tensor")
+    how = " by digest" if isinstance(receiver, DescribesLive) else ""
     again = f"; {len(seen)} in a kernel's layout equal a second load" if seen else ""
-    return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal{again}")
+    return Claim("loaded", "held", f"{num_tensors} tensors, {num_bytes} bytes equal{how}{again}")
 
 
 def claim_derived(receiver: WeightReceiver) -> Claim:
@@ -74,6 +85,39 @@ def claim_derived(receiver: WeightReceiver) -> Claim:
     if not looked_at:
         return Claim("derived", "not checked", "this engine has no registered derived state")
     return Claim("derived", "held", ", ".join(f"{one.entry} {one.num_states}" for one in looked_at))
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """One live tensor, here or elsewhere. ``equals``: whether another of its dtype and shape has its very bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    equals: Callable[[torch.Tensor], bool]
+
+
+def _live(receiver: WeightReceiver) -> Iterator[_Live]:
+    if not isinstance(receiver, DescribesLive):
+        for name, live in receiver.live():
+            yield _Live(name, live.dtype, tuple(live.shape), partial(_same_bits, live))
+        return
+    key = secrets.randbits(64)
+    for live in receiver.described(key):
+        dtype = getattr(torch, live.dtype)
+        yield _Live(live.name, dtype, live.shape, partial(_same_digest, live.digest, key))
+
+
+def _same_bits(live: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(_bits(wanted.to(live.device)), _bits(live))
+
+
+def _same_digest(digest: str | None, key: int, wanted: torch.Tensor) -> bool:
+    return digest == tensor_digest(wanted, key)
+
+
+def _num_differing(wanted: torch.Tensor, live: torch.Tensor) -> int:
+    return int((_bits(wanted.to(live.device)) != _bits(live)).sum())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

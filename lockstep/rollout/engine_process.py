@@ -30,12 +30,15 @@ import torch
 
 from lockstep.environment.recorded import recorded_reads
 from lockstep.interfaces import Engine, WeightReceiver
-from lockstep.records import Manifest
+from lockstep.numerics.row_sums import tensor_digest
+from lockstep.records import LiveTensor, Manifest
 from lockstep.rollout import messages
 from lockstep.rollout.wire import Channel, Frame, WireError
 
 _LIVE_BATCH_BYTES = 64 << 20
 """Live tensors of one answer: large enough that answers are few, small beside any model."""
+
+_DIGEST_BATCH_BYTES = 1 << 30
 
 _OWNER_POLL_S = 0.5
 """How often a process that is building its engine looks whether its owner is still there."""
@@ -75,6 +78,7 @@ class EngineServer:
         self._deadline = 0.0  # when that refit is given up
         self._given_up: str | None = None
         self._live: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._digest_key: int | None = None
         self._reloaded: list[tuple[str, torch.Tensor]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
@@ -224,6 +228,21 @@ class EngineServer:
                 break
         return described, arrays
 
+    def _described_start(self, frame: Frame) -> Answer:
+        self._live, self._digest_key = self._receiver.live(), frame.header["key"]
+        return None, []
+
+    def _described_next(self, _frame: Frame) -> Answer:
+        found: list[LiveTensor] = []
+        num_bytes, key = 0, self._digest_key
+        for name, tensor in self._live:
+            digest = None if key is None else tensor_digest(tensor, key)
+            found.append(LiveTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest))
+            num_bytes += tensor.nbytes
+            if key is not None and num_bytes >= _DIGEST_BATCH_BYTES:
+                break  # an answer now and then: silence would mean that this process hangs
+        return messages.plain(found, []), []
+
     def _opaque(self, _frame: Frame) -> Answer:
         return self._receiver.opaque(), []
 
@@ -276,6 +295,8 @@ _OPERATIONS: dict[str, Callable[[EngineServer, Frame], Answer]] = {
     "abort_refit": EngineServer._abort_refit,
     "live_start": EngineServer._live_start,
     "live_next": EngineServer._live_next,
+    "described_start": EngineServer._described_start,
+    "described_next": EngineServer._described_next,
     "opaque": EngineServer._opaque,
     "reload_add": EngineServer._reload_add,
     "reload_run": EngineServer._reload_run,

@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from lockstep.interfaces import LogProbs
-from lockstep.records import Completion, DerivedReport, GenerateRequest, Manifest, SamplingParams, Sequence, TensorSpec
+from lockstep.records import (
+    Completion,
+    DerivedReport,
+    GenerateRequest,
+    LiveTensor,
+    Manifest,
+    SamplingParams,
+    Sequence,
+    TensorSpec,
+)
 
 _ARRAY = "@array"
 
@@ -78,6 +87,11 @@ def read_manifest(data: dict[str, Any]) -> Manifest:
 def read_reports(data: Iterable[dict[str, Any]]) -> tuple[DerivedReport, ...]:
     """``DerivedReport`` s from their plain form."""
     return tuple(DerivedReport(**one) for one in data)
+
+
+def read_live(data: Iterable[dict[str, Any]]) -> tuple[LiveTensor, ...]:
+    """``LiveTensor`` s from their plain form."""
+    return tuple(LiveTensor(**{**one, "shape": tuple(one["shape"])}) for one in data)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> tuple[dict[str, Any], np.ndarray]:

@@ -18,7 +18,16 @@ import numpy as np
 import torch
 
 from lockstep.interfaces import LogProbs
-from lockstep.records import Completion, DerivedReport, GenerateRequest, Manifest, Naming, Quantisation, Sequence
+from lockstep.records import (
+    Completion,
+    DerivedReport,
+    GenerateRequest,
+    LiveTensor,
+    Manifest,
+    Naming,
+    Quantisation,
+    Sequence,
+)
 from lockstep.rollout import messages
 from lockstep.rollout.process_link import EngineProcess, EngineProcessError
 from lockstep.rollout.receiver import RefitRefused
@@ -176,6 +185,12 @@ class RemoteReceiver:
                 return
             for form, data in zip(frame.header["value"], frame.arrays, strict=True):
                 yield form["name"], messages.bytes_tensor(form, data)
+
+    def described(self, key: int | None) -> Iterator[LiveTensor]:
+        """What is live, some at a time; digests under ``key`` are made in the engine's process."""
+        self._process.ask("described_start", {"key": key})
+        while found := self._process.ask("described_next").header["value"]:
+            yield from messages.read_live(found)
 
     def opaque(self) -> dict[str, str]:
         """Names whose live layout can't be undone."""

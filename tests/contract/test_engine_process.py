@@ -23,9 +23,10 @@ from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.records import Claim, Completion
 from lockstep.refit.engine_child import start_engine
 from lockstep.refit.transaction import RefitError, run_refit
+from lockstep.refit.verify import claim_covered, claim_loaded
 from lockstep.rollout.process_link import EngineProcess, EngineProcessError
 from lockstep.rollout.receiver import RefitRefused
-from lockstep.rollout.remote_engine import RemoteEngine
+from lockstep.rollout.remote_engine import RemoteEngine, RemoteReceiver
 from lockstep.rollout.torch_engine import EngineUnfit, TorchEngine
 from lockstep.train.fsdp import FsdpTrainer
 from tests.contract.engine_models import tiny_model
@@ -164,6 +165,22 @@ def test_every_way_brings_new_weights_and_without_a_refit_the_old_ones_stay(shar
     refit(trainer, shared_engine, name, tmp_path)
     assert largest_difference(trainer, shared_engine, "decode") < 1e-5
     assert not list(tmp_path.iterdir())
+
+
+def test_claims_are_checked_where_the_engine_is_and_no_weight_travels_for_them(shared_engine, monkeypatch):
+    trainer = make_trainer(seed=7)
+    refit(trainer, shared_engine)
+    receiver, source = shared_engine.receiver(), trainer.weights()
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteReceiver, "live", lambda _: pytest.fail("tensors were asked for"))
+        claims = (claim_covered(source.manifest(), receiver), claim_loaded(source.manifest(), source, receiver))
+    assert [claim.status for claim in claims] == ["held", "held"]
+    assert "equal by digest" in claims[1].detail
+    name, _, _, tensor = next(iter(source.shards()))
+    with torch.no_grad():
+        tensor.view(-1)[3:5] += 1
+    claim = claim_loaded(source.manifest(), source, receiver)
+    assert (claim.status, claim.detail) == ("failed", f"{name}: 2 of {tensor.numel()} values differ from the trainer's")
 
 
 def test_aliasing_another_process_is_refused_by_name_and_a_refit_mends_it(shared_engine):

@@ -6,7 +6,7 @@ Every test that shows a refit working has a twin in which the refit is left out 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ import torch
 
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import WeightReceiver
-from lockstep.records import Manifest, Sequence
+from lockstep.numerics.row_sums import tensor_digest
+from lockstep.records import LiveTensor, Manifest, Sequence
 from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, RefitError, run_refit
 from lockstep.refit.transports import make_transport
@@ -180,7 +181,17 @@ class _Shows:
         return iter(())
 
 
-def test_claims_fail_on_what_they_claim() -> None:
+class _ShowsAfar(_Shows):
+    """The same of an engine in another process, which describes them where they lie."""
+
+    def described(self, key: int | None) -> Iterator[LiveTensor]:
+        for name, tensor in self.tensors.items():
+            digest = None if key is None else tensor_digest(tensor, key)
+            yield LiveTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
+
+
+@pytest.mark.parametrize("shows", [_Shows, _ShowsAfar])
+def test_claims_fail_on_what_they_claim(shows: type[_Shows]) -> None:
     trainer, engine = make_pair("llama")
     refit(trainer, engine)
     source, manifest = trainer.weights(), trainer.weights().manifest()
@@ -188,7 +199,7 @@ def test_claims_fail_on_what_they_claim() -> None:
     name = manifest.tensors[2].name
 
     def statuses(tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
-        shown: Any = _Shows(tensors)
+        shown: Any = shows(tensors)
         return claim_covered(manifest, shown).status, claim_loaded(manifest, source, shown).status
 
     assert statuses(live) == ("held", "held")
@@ -198,17 +209,23 @@ def test_claims_fail_on_what_they_claim() -> None:
     negative_zero[name].view(-1)[0] += 1e-3
     assert statuses(negative_zero)[1] == "failed"
     assert statuses({**live, name: live[name][:1]})[1] == "failed"
+    for value in (0.0, float("nan")):
+        one_off = live[name].clone()
+        one_off.view(-1)[-1] = value
+        claim = claim_loaded(manifest, source, cast(Any, shows({**live, name: one_off})))
+        assert f"{name}: 1 of {one_off.numel()} values differ" in claim.detail
     assert statuses({})[1] == "failed"
 
 
-def test_a_stale_tied_head_fails_the_loaded_claim() -> None:
+@pytest.mark.parametrize("shows", [_Shows, _ShowsAfar])
+def test_a_stale_tied_head_fails_the_loaded_claim(shows: type[_Shows]) -> None:
     trainer, engine = make_pair("llama")
     manifest = trainer.weights().manifest()
     assert manifest.tied, "this architecture must tie its head for the test to mean anything"
     refit(trainer, engine)
     live = dict(engine.receiver().live())
     tied = next(iter(manifest.tied))
-    shown: Any = _Shows({**live, tied: torch.zeros_like(live[manifest.tied[tied]])})
+    shown: Any = shows({**live, tied: torch.zeros_like(live[manifest.tied[tied]])})
     claim = claim_loaded(manifest, trainer.weights(), shown)
     assert claim.status == "failed"
     assert tied in claim.detail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.native import NoKernel
+from lockstep.numerics import row_sums as module
+from lockstep.numerics.row_sums import ROW_BYTES, ROW_WORDS, RowSums, tensor_digest
 from lockstep.records import Manifest, TensorSpec
 from lockstep.refit import buckets
-from lockstep.refit import row_sums as module
 from lockstep.refit.buckets import Filler, check_seal, content, plan_buckets, seal
-from lockstep.refit.row_sums import ROW_BYTES, ROW_WORDS, RowSums
 
 
 def naive(data: bytes) -> tuple[list[int], list[int]]:
@@ -24,6 +26,29 @@ def naive(data: bytes) -> tuple[list[int], list[int]]:
         rows[index // ROW_WORDS] = (rows[index // ROW_WORDS] + word) % 2**64
         columns[index % ROW_WORDS] = (columns[index % ROW_WORDS] + word) % 2**64
     return rows, columns
+
+
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), kernels=st.booleans())
+def test_a_tensors_digest_is_that_of_its_bytes_in_rows_whatever_its_strides_and_sees_one_changed_byte(
+    data, seed, kernels
+):
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn]))
+    shape = data.draw(st.sampled_from([(), (1,), (3, 5), (7, 512), (513, 9), (2, 3, 341)]))
+    key = data.draw(st.integers(0, 2**64 - 1))
+    raw = np.random.default_rng(seed).integers(0, 2, math.prod(shape) * dtype.itemsize, np.uint8)
+    tensor = torch.from_numpy(raw.copy()).view(dtype).reshape(shape)
+    with pytest.MonkeyPatch.context() as patched:
+        if not kernels:
+            patched.setattr(module, "kernel", lambda: None)
+        digest = tensor_digest(tensor, key)
+        strided = tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
+        assert tensor_digest(strided, key) == digest
+        assert tensor_digest(tensor, key ^ 1) != digest
+        changed = raw.copy()
+        changed[data.draw(st.integers(0, len(raw) - 1))] ^= 1
+        assert tensor_digest(torch.from_numpy(changed).view(dtype).reshape(shape), key) != digest
+        assert tensor_digest(torch.from_numpy(np.append(raw, np.uint8(0))), key) != digest, "a zero more is a byte more"
+    assert tensor_digest(tensor, key) == digest
 
 
 def as_lists(sums: RowSums) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Sums over a bucket's bytes, of which its digest is made, taken while they are copied.
+"""Sums over bytes of which digests are made (of a refit's buckets and of live tensors), taken while they are copied.
 
 ``row_sums.c`` copies and sums in one pass, at the speed of the copy; numpy makes the same sums in a pass of its own
 where the kernel can't be had, and a GPU's are made there. All agree to the bit, because sums modulo 2⁶⁴ have no order.
@@ -79,6 +79,25 @@ class RowSums:
             part = words[first : first + _BLOCK_ROWS]
             np.add.reduce(part, axis=1, out=self.rows[first : first + _BLOCK_ROWS])
             self.columns += np.add.reduce(part, axis=0)
+
+
+def tensor_digest(tensor: torch.Tensor, key: int) -> str:
+    """32 hexadecimal digits over the bytes of a tensor of any dtype, laid out row by row, where it lies.
+
+    ``key``: 64 bits. With a key that the other side could not know, an equal digest was computed now, and not kept from
+    an earlier look. What it can and can't see: ``refit/buckets.py``.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(data) == 0:
+        return f"{0:032x}"
+    num_whole = len(data) // ROW_BYTES * ROW_BYTES
+    if data.device.type == "cpu" and kernel() is not None:
+        sums = RowSums(num_whole + ROW_BYTES)
+        sums.take(data, 0, None)
+    else:
+        sums = RowSums.of(torch.nn.functional.pad(data, (0, num_whole + ROW_BYTES - len(data))))
+    first, second = sums.mixed(mix(mix(key & WORD) + len(data) & WORD))
+    return f"{first:016x}{second:016x}"
 
 
 def mix(word: int) -> int:
