@@ -28,6 +28,12 @@ SERVER: dict[str, Row] = {
     "--moe-a2a-backend": Row("engine.moe_a2a", f"{_EXEC}: moe_a2a_backend", text),
     "--moe-runner-backend": Row("engine.moe_runner", f"{_EXEC}: moe_runner_backend", text),
     "--attention-backend": Row("engine.attention_backend", f"{_EXEC}: attention_backend", optional(text)),
+    "--prefill-attention-backend": Row(
+        "engine.prefill_attention_backend", f"{_EXEC}: prefill_attention_backend", optional(text)
+    ),
+    "--decode-attention-backend": Row(
+        "engine.decode_attention_backend", f"{_EXEC}: decode_attention_backend", optional(text)
+    ),
     "--deepep-mode": Row(
         "engine.deepep_mode",
         f"{_EXEC}: deepep_mode",

@@ -246,6 +246,8 @@ class EngineLayout:
     cuda_graphs: bool | None = None
     custom_all_reduce: bool | None = None
     attention_backend: str | None = None
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,14 @@ from lockstep.topology.rules_rollout import (
     vendor_problem,
 )
 
-_FOR_BLACKWELL = ("trtllm_mla", "trtllm_mha", "tokenspeed_mla")
+_ATTENTION: dict[str, tuple[int, int, str]] = {
+    "fa3": (80, 90, "it needs sm80 to sm90"),
+    "trtllm_mha": (90, 999, "it needs Hopper or Blackwell"),
+    "trtllm_mla": (100, 999, "it needs Blackwell"),
+    "cutedsl_mla": (100, 999, "it needs Blackwell"),
+    "tokenspeed_mla": (100, 999, "it needs Blackwell"),
+}
+"""Attention back ends that SGLang starts on some devices only: the least and the largest compute capability."""
 
 
 @rule(
@@ -282,26 +289,38 @@ def sglang_deepep_v2(job: Job) -> str | None:
 
 
 def own_attention(job: Job) -> list[Changes]:
-    """The attention back end that SGLang chooses by itself."""
-    return [(("engine.attention_backend", None),)]
+    """The attention back ends that SGLang chooses by itself, in place of those that it can't start."""
+    return [tuple((f"engine.{name}", None) for name in _unfit_attention(job))]
 
 
 @rule(
     "sglang-attention-backend",
     source="SGLang layers/attention/attention_registry.py: create_flashattention_v3_backend; "
-    "arg_groups/overrides.py: _mla_kv_cache_dtype_checks; server_args.py (trtllm_mha)",
+    "arg_groups/overrides.py: _mla_kv_cache_dtype_checks, _cutedsl_prefill_backend_fill, attention_backends_of; "
+    "arg_groups/attention_hook.py: handle_attention_backend_compatibility",
     needs="sglang",
     knobs=(own_attention,),
 )
 def sglang_attention_backend(job: Job) -> str | None:
-    """FlashAttention 3 is for Ampere and Hopper, TensorRT-LLM's attention for Blackwell, neither is for AMD's devices:
-    SGLang stops at its start."""
-    name, hardware = engine_of(job).attention_backend, job.hardware
-    if name not in (*_FOR_BLACKWELL, "fa3") or not hardware.arch:
-        return None
+    """FlashAttention 3 is for Ampere and Hopper, TensorRT-LLM's attention for Hopper or Blackwell, its MLA for
+    Blackwell, none is for AMD's devices: SGLang stops at its start. Prefill and decode may have their own."""
+    engine, hardware = engine_of(job), job.hardware
+    wrong = [
+        f"{name} {getattr(engine, name)} on {hardware.name} ({hardware.arch}): {_ATTENTION[getattr(engine, name)][2]}"
+        for name in _unfit_attention(job)
+    ]
+    return "; ".join(wrong) or None
+
+
+def _unfit_attention(job: Job) -> list[str]:
+    """The engine's fields whose attention back end is used and can't start on its devices."""
+    engine, hardware = engine_of(job), job.hardware
     capability = int(hardware.arch[2:]) if hardware.arch.startswith("sm") else 0
-    if name == "fa3":
-        wrong = None if 80 <= capability <= 90 else "it needs sm80 to sm90"
-    else:
-        wrong = None if capability >= 100 else "it needs Blackwell"
-    return f"attention_backend {name} on {hardware.name} ({hardware.arch}): {wrong}" if wrong else None
+    phases = ("prefill_attention_backend", "decode_attention_backend")
+    used = dict.fromkeys(name if getattr(engine, name) else "attention_backend" for name in phases)
+    found: list[str] = []
+    for name in used if hardware.arch else ():
+        least, largest, _ = _ATTENTION.get(getattr(engine, name) or "", (0, 999, ""))
+        if not least <= capability <= largest:
+            found.append(name)
+    return found

@@ -156,7 +156,11 @@ def test_variables_before_a_shell_are_its_own(text: str, tmp_path: Path) -> None
         ("fa3", "gb300", True),
         ("fa3", "mi300x", True),
         ("trtllm_mha", "gb300", False),
-        ("trtllm_mha", "h100", True),
+        ("trtllm_mha", "h100", False),
+        ("trtllm_mha", "mi300x", True),
+        ("trtllm_mla", "h200", True),
+        ("cutedsl_mla", "h200", True),
+        ("cutedsl_mla", "gb300", False),
         ("trtllm_mla", "mi355x", True),
         ("triton", "mi355x", False),
         ("flashinfer", "b200", False),
@@ -177,3 +181,30 @@ def test_an_attention_back_end_is_for_certain_devices(
     if refused:
         flag = "--attention-backend" if server else "--sglang-attention-backend"
         assert f"drop {flag} on line 1" in found["sglang-attention-backend"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "hardware", "dropped"),
+    [
+        ("--prefill-attention-backend fa3 --decode-attention-backend triton", "h200", ()),
+        ("--prefill-attention-backend fa3 --decode-attention-backend triton", "b200", ("prefill",)),
+        ("--prefill-attention-backend fa3 --decode-attention-backend trtllm_mla", "mi355x", ("prefill", "decode")),
+        ("--attention-backend triton --decode-attention-backend trtllm_mla", "h200", ("decode",)),
+        ("--attention-backend fa3 --decode-attention-backend triton", "gb300", ("",)),
+        ("--attention-backend fa3 --prefill-attention-backend aiter --decode-attention-backend aiter", "mi355x", ()),
+    ],
+)
+@pytest.mark.parametrize("server", [True, False])
+def test_prefill_and_decode_may_have_attention_back_ends_of_their_own(
+    server: bool, backends: str, hardware: str, dropped: tuple[str, ...], tmp_path: Path
+) -> None:
+    """They were not read: the general one was judged although neither phase used it, and theirs were not."""
+    serve = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B --tp 4 "
+    script = tmp_path / "run.sh"
+    script.write_text((serve + backends if server else MILES + backends.replace("--", "--sglang-")) + "\n")
+    (verdict,) = plan_launch(script, hardware=hardware).verdicts
+    found = repairs(verdict).get("sglang-attention-backend", "")
+    prefix = "--" if server else "--sglang-"
+    flags = [f"{prefix}{phase}{'-' if phase else ''}attention-backend" for phase in ("", "prefill", "decode")]
+    expected = {f"{prefix}{phase}{'-' if phase else ''}attention-backend" for phase in dropped}
+    assert {flag for flag in flags if f"drop {flag} on line 1" in found} == expected
