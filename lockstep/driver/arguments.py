@@ -209,14 +209,13 @@ def _pipeline_layout(config: RunConfig, stages: Any) -> str:
     return f'"E{middle}L"'
 
 
-def _train_nodes(config: RunConfig, nodes: Any) -> int:
-    """Nodes of the trainer: all of them, or without those that only engines use."""
-    return nodes - config.cluster.rollout_gpus // config.cluster.gpus_per_node
-
-
-def _train_gpus_per_node(config: RunConfig, devices: Any) -> int:
-    """The trainer's devices of a node: engines on the same one take theirs."""
-    return devices - config.cluster.rollout_gpus if config.cluster.nodes == 1 else devices
+def _train_devices(config: RunConfig) -> tuple[int, int]:
+    """Nodes of the trainer and its devices on each: all of them, or what engines of their own leave, as evenly spread
+    as it goes."""
+    cluster = config.cluster
+    world = cluster.nodes * cluster.gpus_per_node - cluster.rollout_gpus
+    each = max(size for size in range(1, cluster.gpus_per_node + 1) if world % size == 0)
+    return world // each, each
 
 
 def _token_budget(config: RunConfig, tokens: Any) -> str | None:
@@ -232,8 +231,11 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "f
 
 FORMS: Mapping[str, Callable[[RunConfig, Any], Any]] = {
     "pipeline_layout": _pipeline_layout,
-    "train_nodes": _train_nodes,
-    "train_gpus_per_node": _train_gpus_per_node,
+    "train_nodes": lambda config, _: _train_devices(config)[0],
+    "train_gpus_per_node": lambda config, _: _train_devices(config)[1],
+    "node_of_trainer_and_engines": lambda config, devices: (
+        f"--actor-num-gpus-per-node {_train_devices(config)[1]} --num-gpus-per-node {devices}"
+    ),
     "token_budget": _token_budget,
     "prompts_per_step": lambda config, steps: config.algorithm.num_prompts // steps,
     "megabytes": lambda config, value: value >> 20,

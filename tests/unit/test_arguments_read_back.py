@@ -97,6 +97,25 @@ def test_the_arguments_of_a_recipe_are_legal_and_none_is_inert(one: Overlay, tmp
     assert verdict.legal
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node", "rollout"), [(1, 8, 4), (2, 8, 4), (4, 8, 16), (3, 8, 8), (2, 4, 6), (6, 8, 40)]
+)
+@pytest.mark.parametrize(("recipe", "hardware"), [("qwen3-30b-a3b", "h200"), ("deepseek-v4-flash", "h100")])
+def test_a_trainer_beside_engines_has_the_devices_that_they_leave(
+    recipe: str, hardware: str, nodes: int, gpus_per_node: int, rollout: int, tmp_path: Path
+) -> None:
+    """On one node the trainer was given all of its devices, engines' included; verl's trainer was given their nodes."""
+    sizes = [f"cluster.gpus_per_node={gpus_per_node}", f"cluster.rollout_gpus={rollout}", "rollout.layout.dp=1"]
+    sizes += ["cluster.colocated=false", "rollout.layout.tp=1", "rollout.layout.gpus_per_engine=1"]
+    one = next(one for one in OVERLAYS if (one.recipe, one.hardware) == (recipe, hardware))
+    config = load_recipe(recipe, [*sizes, "rollout.layout.ep=1"], hardware=hardware, nodes=nodes).config
+    verdict = read_back(command(config), one, tmp_path)
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.train_world == nodes * gpus_per_node - rollout
+    if config.trainer.megatron.implementation == "miles":
+        assert verdict.launch.job.rollout_gpus == rollout
+
+
 def test_the_arguments_of_vllms_server_are_the_recipes_engine(tmp_path: Path) -> None:
     one = next(one for one in OVERLAYS if (one.recipe, one.hardware) == ("deepseek-v4-flash", "h100"))
     config = config_of(one)

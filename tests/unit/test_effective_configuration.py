@@ -201,7 +201,10 @@ def test_deepseek_on_h100_means_verls_layout_string_and_vllms_arguments() -> Non
     assert {"--data-parallel-size 4", "--enable-expert-parallel", "--kv-cache-dtype fp8", "--max-num-seqs 1"} <= set(
         vllm
     )
-    assert "trainer.nnodes=8" in arguments("deepseek-v4-flash", "verl", hardware="h100")
+    verl = arguments("deepseek-v4-flash", "verl", hardware="h100")
+    assert "trainer.nnodes=8" in verl
+    # verl's workers read the engine's switch; the actor's own, which is accepted, has no effect
+    assert "actor_rollout_ref.actor.megatron.router_replay.mode=R3" in verl
     assert arguments("deepseek-v4-flash", "sglang", hardware="h100") == []
 
 
