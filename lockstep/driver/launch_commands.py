@@ -119,9 +119,18 @@ def judge_launch(launch: Launch, *, installed: bool = False) -> LaunchVerdict:
         judged = [*ruled, *(finding for finding in planned if not (split and finding.rule == "memory-split"))]
         found += eased(judged, launch.job, launch.unknown, launch.unplanned)
         rows = ROWS[launch.project]
-        found = [in_flags(finding, launch.project, rows, launch.origins) for finding in found]
+        apart = not launch.job.colocated and launch.job.train is not None
+        found = [
+            finding if apart and _of_all_devices(finding) else in_flags(finding, launch.project, rows, launch.origins)
+            for finding in found
+        ]
     found += _environment_findings(launch, installed)
     return LaunchVerdict(launch, tuple(sorted(found, key=lambda finding: _ORDER[finding.severity])), plan)
+
+
+def _of_all_devices(finding: Finding) -> bool:
+    """Whether a repair is of the nodes of trainer and engines together, which no option counts where they are apart."""
+    return any(path in ("nodes", "gpus_per_node") for path, _ in finding.changes)
 
 
 def _beside_the_point(finding: Finding, launch: Launch) -> bool:

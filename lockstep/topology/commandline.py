@@ -201,6 +201,8 @@ def _unknown(options: Options, program: Program, assumptions: Sequence[str], aro
     found = {rows[flag].target for flag in options.unsettled if flag in rows}
     if around.nodes is None and (found & {"job.nodes", "launch.actor_nodes"} or NODES_ASSUMED in assumptions):
         found.add("nodes")
+    if found & {"launch.rollout_gpus", "launch.rollout_nodes", "launch.rollout_gpus_per_node"}:
+        found.add("rollout_gpus")
     if any("--runtime-env-json" in problem for problem in program.problems):
         found.add("environment")
     return frozenset(found)

@@ -1,4 +1,5 @@
-"""verl's hydra keys as settings of a job. Sources: verl-project/verl at b178a3cd, files of ``verl/trainer/config``."""
+"""verl's hydra keys as settings of a job. Sources: verl-project/verl at b178a3cd and 1dda039b, files of
+``verl/trainer/config``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ _MEGATRON = "engine/megatron.yaml"
 _FSDP = "engine/fsdp.yaml"
 _TRAINER = "ppo_trainer.yaml"
 _DATA = "data/legacy_data.yaml"
+_APART = "verl/experimental/*/config: rollout (devices of its own)"
+_REPLAY = choice({"disabled": False}, default=True)
 _OVERRIDE = "passed to Megatron's TransformerConfig"
 _OPTIMIZER = "passed to Megatron's OptimizerConfig"
 _ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf": "torch"}
@@ -40,8 +43,15 @@ _GENERAL: dict[str, Row] = {
         "launch.checkpointing", "model/hf_model.yaml", boolean
     ),
     f"{_R}free_cache_engine": Row("launch.frees_cache", _ROLLOUT, boolean),
-    f"{_A}router_replay.mode": Row("job.routing_replay", _ACTOR, choice({"disabled": False}, default=True)),
+    f"{_A}router_replay.mode": Row("job.routing_replay", f"{_ACTOR}, until January 2026", _REPLAY),
+    f"{_M}router_replay.mode": Row("job.routing_replay", _MEGATRON, _REPLAY),
     f"{_R}checkpoint_engine.update_weights_bucket_megabytes": Row("launch.bucket_megabytes", _ROLLOUT, integer),
+    "rollout.nnodes": Row("launch.rollout_nodes", _APART, integer),
+    "rollout.n_gpus_per_node": Row("launch.rollout_gpus_per_node", _APART, integer),
+    f"{_R}nnodes": Row("launch.rollout_nodes", _ROLLOUT, integer),
+    f"{_R}n_gpus_per_node": Row("launch.rollout_gpus_per_node", _ROLLOUT, integer),
+    "trainer.v1.trainer_mode": Row("launch.trainer_mode", _TRAINER, text),
+    "async_training.require_batches": Row("launch.require_batches", _APART, integer),
 }
 
 _ENGINE: dict[str, Row] = {

@@ -217,6 +217,8 @@ def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batc
         values.setdefault("response_tokens", settings.get("launch.sequence"))
     if "num_prompts" not in values:
         return None
+    if is_fully_async(program):
+        values["num_prompts"] = settings["launch.mini_batch_prompts"] * settings.get("launch.require_batches", 1)
     values.setdefault("group_size", 1)
     samples = values["num_prompts"] * values["group_size"]
     if program.project == "verl":
@@ -266,6 +268,8 @@ def _placed(job: Job, program: Program, settings: Settings, cluster: Cluster, as
     elif program.project == "verl":
         nodes = cluster.nodes or settings["job.nodes"]
         placed = replace(job, nodes=nodes, gpus_per_node=settings["job.gpus_per_node"])
+        if rollout := _verl_rollout(program, settings):
+            placed = _apart(placed, rollout, job.hardware.gpus_per_node)
     else:
         engine = job.engine
         devices = engine.gpus_per_engine if engine else 1
@@ -286,11 +290,30 @@ def _placed_miles(job: Job, settings: Settings, cluster: Cluster) -> Job:
     if settings.get("job.colocated") or settings.get("launch.train_only"):
         return replace(job, nodes=nodes, gpus_per_node=per_node)
     rollout = settings.get("launch.rollout_gpus") or 0
-    total = nodes * per_node + rollout
-    # Trainer and engines may share a node: --num-gpus-per-node is its size, whatever the trainer has of it.
-    whole = max(per_node, settings.get("launch.gpus_per_node") or job.hardware.gpus_per_node)
-    size = next((size for size in (min(whole, total), per_node) if rollout and total % size == 0), total)
+    alone = replace(job, nodes=nodes, gpus_per_node=per_node)
+    return _apart(alone, rollout, settings.get("launch.gpus_per_node") or job.hardware.gpus_per_node)
+
+
+def _apart(job: Job, rollout: int, per_node: int) -> Job:
+    """A trainer's job with ``rollout`` devices more for the engines, which may share a node with it: ``per_node`` is
+    the size of one, whatever the trainer has of it."""
+    total, own = job.num_gpus + rollout, job.gpus_per_node
+    size = next((size for size in (min(max(own, per_node), total), own) if rollout and total % size == 0), total)
     return replace(job, nodes=total // size, gpus_per_node=size, colocated=False, rollout_gpus=rollout)
+
+
+def is_fully_async(program: Program) -> bool:
+    """Whether verl's trainer takes samples from a queue, which no ``data.train_batch_size`` counts."""
+    return program.project == "verl" and "fully_async" in program.name
+
+
+def _verl_rollout(program: Program, settings: Settings) -> int:
+    """Devices of verl's engines where they have their own, else 0."""
+    experimental = is_fully_async(program) or "one_step_off" in program.name
+    if not experimental and settings.get("launch.trainer_mode") != "separate_async":
+        return 0
+    per_node = settings.get("launch.rollout_gpus_per_node", 8 if experimental else settings["job.gpus_per_node"])
+    return int(settings.get("launch.rollout_nodes", 1 if experimental else 0) * per_node)
 
 
 def _placed_torchrun(job: Job, program: Program, cluster: Cluster, assumptions: list[str]) -> Job:

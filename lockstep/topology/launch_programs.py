@@ -15,13 +15,15 @@ from lockstep.topology.shell_values import Unknown, Value
 Project = Literal["megatron", "miles", "verl", "vllm", "sglang"]
 
 MARKER = re.compile(
-    r"pretrain_\w+\.py|finetune_\w+\.py|train_rl\.py|train(_async)?\.py|\bvllm\b|\bsglang\b|\bverl\.|main_ppo|main_dapo"
+    r"pretrain_\w+\.py|finetune_\w+\.py|train_rl\.py|train(_async)?\.py|\bvllm\b|\bsglang\b|\bverl\.|main_ppo|main_dapo|fully_async_main"
 )
 """What a text must contain to be worth reading as a script of its own."""
 
 _MILES_FLAGS = ("--actor-num-", "--rollout-", "--hf-checkpoint", "--prompt-data", "--sglang-", "--colocate")
 _MEGATRON = re.compile(r"(pretrain|finetune)_\w+\.py$|train_rl\.py$")
-_VERL = re.compile(r"(verl|recipe)\.[\w.]*main_\w+$|main_(ppo|dapo)\w*\.py$")
+_VERL = re.compile(
+    r"(verl|recipe)\.[\w.]*(main_(?!eval|generation)\w+|fully_async_main)$|(main_(ppo|dapo)\w*|fully_async_main)\.py$"
+)
 _VLLM_SERVER = re.compile(r"vllm\.entrypoints\.(openai\.)?api_server$")
 _VLLM_IMAGE = re.compile(r"(^|/)vllm/vllm-openai([:@-]|$)")
 """Images whose entry point is ``vllm serve``'s server: what follows are its options."""

@@ -57,9 +57,9 @@ def whole_nodes(job: Job) -> list[Changes]:
     knobs=(whole_nodes, "gpus_per_node"),
 )
 def node_devices(job: Job) -> str | None:
-    """No node is asked for more devices than it has."""
+    """No node is asked for more devices than it has. Of devices that nobody named the size of a node is not known."""
     held = job.hardware.gpus_per_node
-    if job.hardware.vendor == "cpu" or job.gpus_per_node <= held:
+    if job.hardware.memory_bytes is None or job.gpus_per_node <= held:
         return None
     return f"{job.gpus_per_node} devices a node, but a node of {job.hardware.name} has {held}"
 
