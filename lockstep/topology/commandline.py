@@ -22,11 +22,12 @@ from lockstep.topology.launch_flags import lookup
 from lockstep.topology.launch_jobs import NODES_ASSUMED, Cluster, build_job, defaults_of
 from lockstep.topology.launch_models import KnownModel, catalogue_name, identify
 from lockstep.topology.launch_options import Option, Options, read_flags, read_overrides
-from lockstep.topology.launch_programs import MARKER, Program, find_program
+from lockstep.topology.launch_programs import MARKER, Program, find_program, scheduler_options
 from lockstep.topology.launch_rules import (
     ENGINE_VARIABLES,
     command_findings,
     environment_findings,
+    schedule_findings,
     unplanned,
     visible_devices,
 )
@@ -104,9 +105,9 @@ def read_launches(text: str, surroundings: Surroundings | None = None) -> tuple[
     around = surroundings or Surroundings()
     name = around.script or "the script"
     variables = {key: value for key, value in around.variables.items() if re.fullmatch(r"\w+", key)}
-    schedule = _scheduler_options(text)
+    schedule = scheduler_options(text)
     nodes = schedule.get("nodes", Value()).text
-    slurm = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes} if nodes else {}
+    slurm = {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes} if nodes.isdecimal() else {}
     try:
         script = follow(
             text,
@@ -144,22 +145,11 @@ def _distinct(programs: Sequence[Program]) -> list[Program]:
     return list(seen.values())[:16]
 
 
-def _scheduler_options(text: str) -> dict[str, Value]:
-    """Options of ``#SBATCH`` lines."""
-    found: dict[str, Value] = {}
-    short = {"N": "nodes", "G": "gpus"}
-    for match in re.finditer(r"^#SBATCH\s+(?:--([\w-]+)[= ](\S+)|-([NG])\s*(\S+))", text[: 1 << 16], re.MULTILINE):
-        name = match.group(1) or short[match.group(3)]
-        found[name] = Value((match.group(2) or match.group(4),))
-        if name == "gres" and (count := re.search(r"gpu(?::\w+)?:(\d+)$", match.group(2))):
-            found["gpus-per-node"] = Value((count.group(1),))
-    return found
-
-
 def _read(program: Program, script: Script, schedule: Mapping[str, Value], around: Surroundings) -> Launch:
     program = replace(program, wrapper={**schedule, **program.wrapper})
     options = _options(program, around.variables)
     findings = [*_unsettled(options, script), *options.findings, *_detached(script)]
+    findings += schedule_findings(program, nodes_stated=around.nodes is not None)
     settings = {**defaults_of(program), **options.settings}
     if program.project == "verl":
         findings += _verl_config(settings, options)

@@ -112,6 +112,26 @@ def _wrapper(words: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]
     return options, assigned
 
 
+def scheduler_options(text: str) -> dict[str, Value]:
+    """Options of ``#SBATCH`` lines by their long names; devices of a node, however they are asked for, are
+    "gpus-per-node"."""
+    found: dict[str, Value] = {}
+    for line in re.findall(r"^#SBATCH[ \t]+(.*)$", text[: 1 << 16], re.MULTILINE):
+        words = re.split(r"\s#", line)[0].split()
+        for index, word in enumerate(words):
+            option = re.fullmatch(r"--([\w-]+)(?:=(.*))?|(-[A-Za-z])(.*)", word)
+            name = option and (option.group(1) or _SHORT.get(option.group(3)))
+            if not option or not name:
+                continue
+            attached = option.group(2) if option.group(1) else option.group(4) or None
+            value = attached if attached is not None else next(iter(words[index + 1 : index + 2]), "")
+            found[name] = Value((value.strip("\"'"),))
+            counted = {"gres": r"(?:^|,)gpu(?::[\w.-]+)?:(\d+)", "gpus-per-node": r"^(?:[\w.-]+:)?(\d+)$"}
+            if count := re.search(counted.get(name, "$^"), found[name].text):
+                found["gpus-per-node"] = Value((count.group(1),))
+    return found
+
+
 def _after(word: Value, characters: int) -> Value:
     """The word without its first characters, which are known."""
     first = word.parts[0]

@@ -231,6 +231,26 @@ def command_findings(program: Program, options: Options, settings: Mapping[str, 
     return found
 
 
+def schedule_findings(program: Program, *, nodes_stated: bool) -> list[Finding]:
+    """Where torchrun counts other nodes, or more devices of a node, than the scheduler is asked for."""
+    counts = {name: int(text) for name, value in program.wrapper.items() if (text := value.known or "").isdecimal()}
+    found: list[Finding] = []
+    waited, nodes = counts.get("nnodes"), counts.get("nodes")
+    if waited and nodes and waited != nodes and not nodes_stated:
+        then = "it waits for ever" if waited > nodes else f"{nodes - waited} of them do nothing"
+        message = f"torchrun --nnodes {waited}, but the scheduler is asked for {nodes} nodes: {then}"
+        repair = f"torchrun --nnodes {nodes}, or sbatch --nodes {waited} on its own command line"
+        found.append(
+            Finding("schedule-nodes", "warning", message, repair, "torchrun: rendezvous; Slurm sbatch --nodes")
+        )
+    processes, devices = counts.get("nproc-per-node"), counts.get("gpus-per-node")
+    if processes and devices and processes > devices:
+        message = f"torchrun --nproc-per-node {processes}, but the scheduler is asked for {devices} devices a node"
+        repair = f"torchrun --nproc-per-node {devices}, or sbatch --gpus-per-node {processes}"
+        found.append(Finding("schedule-devices", "warning", message, repair, "Slurm sbatch: --gres, --gpus-per-node"))
+    return found
+
+
 def _inert(inert: Inert, context: Context) -> Iterator[Finding]:
     for flag in inert.flags:
         if context.given(flag) and inert.when(context):

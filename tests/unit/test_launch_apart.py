@@ -112,3 +112,44 @@ def test_routing_replay_of_verl_is_read_where_it_is_set(key: str, replayed: bool
     assert verdict.launch.job is not None
     assert verdict.launch.job.routing_replay is replayed
     assert "flag-unknown" not in {finding.rule for finding in verdict.findings}
+
+
+# --- the scheduler ----------------------------------------------------------------------------------------------------
+
+SIZES = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --vocab-size 32000 --bf16 "
+    "--micro-batch-size 1 --global-batch-size 64 --seq-length 4096\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "torchrun", "devices", "rules"),
+    [
+        ("#SBATCH --nodes=4\n#SBATCH --gres=gpu:8", "--nnodes 4 --nproc-per-node 8", (4, 8), set()),
+        ("#SBATCH --nodes=4 --gpus-per-node=8", "--nnodes $SLURM_NNODES --nproc-per-node 8", (4, 8), set()),
+        ("#SBATCH -N4  # nodes\n#SBATCH --gres=gpu:h100:8,nvme:1", "--nnodes $SLURM_JOB_NUM_NODES", (4, 8), set()),
+        ("#SBATCH -N 2 --ntasks-per-node=1 --gpus-per-node=h100:4", "--nnodes 2", (2, 4), set()),
+        ("#SBATCH --nodes 4", "--nnodes 8 --nproc-per-node 8", (8, 8), {"schedule-nodes"}),
+        ("#SBATCH --nodes=4", "--nnodes 2 --nproc-per-node 8", (2, 8), {"schedule-nodes"}),
+        ("#SBATCH --nodes=1 --gres=gpu:4", "--nnodes 1 --nproc-per-node 8", (1, 8), {"schedule-devices"}),
+        ("#SBATCH --nodes=1 --gres=gpu:8", "--nnodes 1 --nproc-per-node 4", (1, 4), set()),
+        ("# SBATCH --nodes=4", "--nnodes 2 --nproc-per-node 8", (2, 8), set()),
+        ("#SBATCH --nodes=4-8", "--nnodes $SLURM_NNODES --nproc-per-node 8", (1, 8), set()),
+        ("#SBATCH --nodes=4", "--nnodes $COUNT --nproc-per-node 8", (4, 8), set()),
+    ],
+)
+def test_what_torchrun_counts_is_held_against_what_the_scheduler_is_asked_for(
+    asked: str, torchrun: str, devices: tuple[int, int], rules: set[str], tmp_path: Path
+) -> None:
+    """A contradiction passed in silence, and of several options on a line the first alone was read."""
+    text = f"#!/bin/bash\n{asked}\nsrun --export=ALL torchrun {torchrun} pretrain_gpt.py {SIZES}"
+    verdict = judged(tmp_path, text)
+    assert verdict.launch.job is not None
+    assert (verdict.launch.job.nodes, verdict.launch.job.gpus_per_node) == devices
+    found = {finding.rule: finding.severity for finding in verdict.findings if finding.rule.startswith("schedule-")}
+    assert found == dict.fromkeys(rules, "warning")
+
+
+def test_a_step_on_fewer_nodes_than_the_job_is_held_against_its_own_number(tmp_path: Path) -> None:
+    text = f"#SBATCH --nodes=4\nsrun --nodes=2 torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {SIZES}"
+    assert "schedule-nodes" not in {finding.rule for finding in judged(tmp_path, text).findings}
