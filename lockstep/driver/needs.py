@@ -3,6 +3,7 @@ refused before anything starts; ``lockstep doctor --recipe`` lists all of it any
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from lockstep.hardware.capabilities import Capability, memory_handles, shared_me
 from lockstep.hardware.cuda import Gpu
 from lockstep.hardware.doctor import VLLM_DISTRIBUTIONS
 from lockstep.hardware.profile import Profile, detect, installed
-from lockstep.topology.catalogue import hardware
+from lockstep.topology.catalogue import hardware, hardware_names
 from lockstep.topology.records import Hardware
 
 SAME_MEMORY = 0.9
@@ -115,6 +116,8 @@ def _is_kind(kind: Hardware, profile: Profile) -> tuple[bool, str]:
     found = f"{gpu.name} ({profile.vendor} {arch}, {gpu.memory_total_bytes / 1e9:.0f} GB)"
     memories = sorted((gpu.memory_total_bytes, kind.memory_bytes or gpu.memory_total_bytes))
     same = memories[0] >= SAME_MEMORY * memories[1]
+    named = set(hardware_names()) & set(re.findall(r"[a-z0-9]+", gpu.name.lower()))
+    same = same and (not named or kind.name in named)  # MI350X and MI355X have one architecture and one size
     return profile.vendor == kind.vendor and (not kind.arch or arch == kind.arch) and same, found
 
 

@@ -340,7 +340,8 @@ def expandable_segments(job: Job) -> str | None:
 def rocm_fp8_cache(job: Job) -> str | None:
     """A cache in fp8 under sparse attention, where the device's fp8 is e4m3fnuz: vLLM read its bytes as e4m3fn, and
     answers were noise with status 200 (GSM8K 0.967 → 0.010). Nobody has published an accuracy since for other models.
-    DeepSeek-V4 has no other cache."""
+    No error: vLLM 0.32.0 views the cache of sparse MLA in the device's own dialect (v1/attention/backends/mla/
+    rocm_aiter_mla_sparse.py). DeepSeek-V4 has no other cache."""
     sparse = job.model.attention == "mla_dsa"
     if not sparse or job.hardware.fp8 != "e4m3fnuz" or engine_of(job).kv_cache_dtype != "fp8":
         return None

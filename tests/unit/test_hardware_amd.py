@@ -304,6 +304,10 @@ def test_an_amd_gpu_is_chosen_by_torchs_name_for_it() -> None:
     ("profile", "hardware", "here"),
     [
         (ON_AMD, "mi355x", True),
+        (ON_AMD, "mi350x", False),  # the same architecture and memory: the name alone tells them apart
+        (replace(PROFILE, rocm=replace(AMD, gpus=(replace(AMD_GPU, name="AMD Instinct MI350X"),))), "mi350x", True),
+        (replace(PROFILE, rocm=replace(AMD, gpus=(replace(AMD_GPU, name="AMD Instinct MI350X"),))), "mi355x", False),
+        (replace(PROFILE, rocm=replace(AMD, gpus=(replace(AMD_GPU, name="AMD Radeon Graphics"),))), "mi350x", True),
         (ON_AMD, "mi300x", False),  # another architecture
         (ON_AMD, "h200", False),
         (ON_H200, "h200", True),
