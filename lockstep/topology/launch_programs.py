@@ -27,6 +27,11 @@ _VERL = re.compile(
 _VLLM_SERVER = re.compile(r"vllm\.entrypoints\.(openai\.)?api_server$")
 _VLLM_IMAGE = re.compile(r"(^|/)vllm/vllm-openai([:@-]|$)")
 """Images whose entry point is ``vllm serve``'s server: what follows are its options."""
+_DEVICES = {
+    "gres": re.compile(r"(?:^|,)gpu(?::[\w.-]+)?:(\d+)"),
+    "gpus-per-node": re.compile(r"^(?:[\w.-]+:)?(\d+)$"),
+}
+"""Where Slurm's options count the devices of a node."""
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-np": "nproc", "-G": "gpus"}
 
 
@@ -126,8 +131,7 @@ def scheduler_options(text: str) -> dict[str, Value]:
             attached = option.group(2) if option.group(1) else option.group(4) or None
             value = attached if attached is not None else next(iter(words[index + 1 : index + 2]), "")
             found[name] = Value((value.strip("\"'"),))
-            counted = {"gres": r"(?:^|,)gpu(?::[\w.-]+)?:(\d+)", "gpus-per-node": r"^(?:[\w.-]+:)?(\d+)$"}
-            if count := re.search(counted.get(name, "$^"), found[name].text):
+            if name in _DEVICES and (count := _DEVICES[name].search(found[name].text)):
                 found["gpus-per-node"] = Value((count.group(1),))
     return found
 

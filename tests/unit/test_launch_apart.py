@@ -134,6 +134,7 @@ SIZES = (
         ("#SBATCH --nodes=1 --gres=gpu:4", "--nnodes 1 --nproc-per-node 8", (1, 8), {"schedule-devices"}),
         ("#SBATCH --nodes=1 --gres=gpu:8", "--nnodes 1 --nproc-per-node 4", (1, 4), set()),
         ("# SBATCH --nodes=4", "--nnodes 2 --nproc-per-node 8", (2, 8), set()),
+        ("#SBATCH --job-name --nodes=4 --gres", "--nnodes 4 --nproc-per-node 8", (4, 8), set()),
         ("#SBATCH --nodes=4-8", "--nnodes $SLURM_NNODES --nproc-per-node 8", (1, 8), set()),
         ("#SBATCH --nodes=4", "--nnodes $COUNT --nproc-per-node 8", (4, 8), set()),
     ],
