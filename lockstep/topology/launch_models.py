@@ -124,10 +124,11 @@ def _flag_of(size: str) -> str:
 def _from_sizes(path: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]) -> KnownModel:
     """A shape from Megatron's own flags. Missing sizes are Megatron's defaults (``TransformerConfig``). Raises
     ConfigError for sizes that no model has."""
+    limits = {name: MAX_LAYERS if name == "num_layers" else MAX_SIZE for name in sizes}
     problems = [
-        Violation(_flag_of(name), f"{_flag_of(name)} {value} is beyond any model", f"give 0 to {limit}")
+        Violation(_flag_of(name), f"{_flag_of(name)} {value} is beyond any model", f"give 0 to {limits[name]}")
         for name, value in sizes.items()
-        if isinstance(value, int) and not 0 <= value <= (limit := MAX_LAYERS if name == "num_layers" else MAX_SIZE)
+        if isinstance(value, int) and not 0 <= value <= limits[name]
     ]
     if problems or sizes["num_layers"] < 1:
         raise ConfigError("the model's sizes", problems or [Violation("--num-layers", "no layers", "give at least 1")])

@@ -245,3 +245,13 @@ def test_torchrun_that_states_no_nodes_is_one_node(start: str, severity: str, tm
         f"{start} {job} --expert-tensor-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 --seq-length 64\n"
     )
     assert severities(judged(tmp_path, text))["expert-grid"] == severity
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--ffn-hidden-size", "--vocab-size"])
+@pytest.mark.parametrize("value", ["-1", "99999999999"])
+def test_a_size_that_no_model_has_is_told_with_its_bounds(flag: str, value: str, tmp_path: Path) -> None:
+    """A negative one was a traceback."""
+    text = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --micro-batch-size 1 {flag} {value}\n"
+    verdict = judged(tmp_path, text)
+    assert not verdict.launch.model_known
+    assert f"{flag} {value} is beyond any model" in message(verdict, "model-unknown")
