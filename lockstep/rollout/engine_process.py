@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,22 +30,15 @@ import torch
 
 from lockstep.environment.recorded import recorded_reads
 from lockstep.interfaces import Engine, WeightReceiver
-from lockstep.numerics.row_sums import tensor_digest
-from lockstep.records import LiveTensor, Manifest
+from lockstep.records import Manifest
 from lockstep.rollout import messages
+from lockstep.rollout.shown_weights import SHOWN, Answer, ShownWeights
 from lockstep.rollout.wire import Channel, Frame, WireError
-
-_LIVE_BATCH_BYTES = 64 << 20
-"""Live tensors of one answer: large enough that answers are few, small beside any model."""
-
-_DIGEST_BATCH_BYTES = 1 << 30
 
 _OWNER_POLL_S = 0.5
 """How often a process that is building its engine looks whether its owner is still there."""
 
 NO_WEIGHTS = "its weights are random: no refit has committed yet"
-
-Answer = tuple[Any, list[np.ndarray]]
 
 
 class Inlet(Protocol):
@@ -77,9 +70,7 @@ class EngineServer:
         self._manifest: Manifest | None = None  # of the refit that runs
         self._deadline = 0.0  # when that refit is given up
         self._given_up: str | None = None
-        self._live: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self._digest_key: int | None = None
-        self._reloaded: list[tuple[str, torch.Tensor]] = []
+        self._shown = ShownWeights(self._receiver)
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
 
@@ -105,7 +96,12 @@ class EngineServer:
             elif header["op"] == "abort":
                 self._keep(loop.create_task(self._abort(header["id"], header["request_ids"])))
             else:
-                self._answer(header["id"], lambda frame=frame: _OPERATIONS[frame.header["op"]](self, frame))
+                self._answer(header["id"], lambda frame=frame: self._done(frame))
+
+    def _done(self, frame: Frame) -> Answer:
+        name = frame.header["op"]
+        shown = SHOWN.get(name)
+        return _OPERATIONS[name](self, frame) if shown is None else shown(self._shown, frame)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -211,54 +207,6 @@ class EngineServer:
         self._given_up = reason
         self._receiver.abort(reason)
 
-    # --- what is live -------------------------------------------------------------------------------------------------
-
-    def _live_start(self, _frame: Frame) -> Answer:
-        self._live = self._receiver.live()
-        return None, []
-
-    def _live_next(self, _frame: Frame) -> Answer:
-        described: list[dict[str, Any]] = []
-        arrays: list[np.ndarray] = []
-        for name, tensor in self._live:
-            form, data = messages.tensor_bytes(tensor)
-            described.append({"name": name, **form})
-            arrays.append(data)
-            if sum(array.nbytes for array in arrays) >= _LIVE_BATCH_BYTES:
-                break
-        return described, arrays
-
-    def _described_start(self, frame: Frame) -> Answer:
-        self._live, self._digest_key = self._receiver.live(), frame.header["key"]
-        return None, []
-
-    def _described_next(self, _frame: Frame) -> Answer:
-        found: list[LiveTensor] = []
-        num_bytes, key = 0, self._digest_key
-        for name, tensor in self._live:
-            digest = None if key is None else tensor_digest(tensor, key)
-            found.append(LiveTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest))
-            num_bytes += tensor.nbytes
-            if key is not None and num_bytes >= _DIGEST_BATCH_BYTES:
-                break  # an answer now and then: silence would mean that this process hangs
-        return messages.plain(found, []), []
-
-    def _opaque(self, _frame: Frame) -> Answer:
-        return self._receiver.opaque(), []
-
-    def _reload_add(self, frame: Frame) -> Answer:
-        # All are kept until the last has come: the engine's loader may need whole layers.
-        tensor = messages.bytes_tensor(frame.header["tensor"], frame.arrays[0])
-        self._reloaded.append((frame.header["name"], tensor))
-        return None, []
-
-    def _reload_run(self, _frame: Frame) -> Answer:
-        tensors, self._reloaded = self._reloaded, []
-        return [list(pair) for pair in self._receiver.reload_differences(tensors)], []
-
-    def _derived(self, _frame: Frame) -> Answer:
-        return messages.plain(self._receiver.derived(), []), []
-
 
 class _AbortOnError:
     """A step of the refit that runs: whatever goes wrong in it leaves the engine unfit, here and at once."""
@@ -293,14 +241,6 @@ _OPERATIONS: dict[str, Callable[[EngineServer, Frame], Answer]] = {
     "commit": EngineServer._commit,
     "resume_refit": EngineServer._resume_refit,
     "abort_refit": EngineServer._abort_refit,
-    "live_start": EngineServer._live_start,
-    "live_next": EngineServer._live_next,
-    "described_start": EngineServer._described_start,
-    "described_next": EngineServer._described_next,
-    "opaque": EngineServer._opaque,
-    "reload_add": EngineServer._reload_add,
-    "reload_run": EngineServer._reload_run,
-    "derived": EngineServer._derived,
 }
 
 
