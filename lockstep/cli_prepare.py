@@ -69,7 +69,6 @@ def prepare(
     from lockstep.recipes import load_recipe
 
     config = load_recipe(recipe, overrides or (), hardware=hardware, variants=variants or ()).config
-    _refuse_disagreements(config)
     chosen = source or _source_of(config)
     from lockstep.checkpoint.prepare import Preparation
     from lockstep.checkpoint.progress import TerminalProgress
@@ -103,24 +102,6 @@ def _source_of(config: RunConfig) -> str:
     if config.model.source == "path":
         return config.model.path
     raise typer.BadParameter("give the model's folder, or set prepare.source in the recipe", param_hint="--source")
-
-
-def _refuse_disagreements(config: RunConfig) -> None:
-    """Settings by which the engine would load what no refit brings."""
-    asked, served = config.prepare.quantisation, config.rollout.quantisation
-    if served == "none":
-        return
-    if config.prepare.high_precision:
-        raise typer.BadParameter(
-            "refits follow the family's table alone: with prepare.high_precision the engine would hold other bytes "
-            "than a refit brings; remove it, or set rollout.quantisation=none",
-            param_hint="prepare.high_precision",
-        )
-    if asked not in ("as_rollout", "none", served):
-        raise typer.BadParameter(
-            f"is {asked}, and refits bring {served} (rollout.quantisation): leave it as_rollout",
-            param_hint="prepare.quantisation",
-        )
 
 
 def _text(result: Prepared) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config.errors import Violation
 from lockstep.config.schema import CorrectionConfig, RunConfig, Section
+from lockstep.config.toml_text import format_value
 
 Rule = Callable[[RunConfig], Iterator[Violation]]
 
@@ -32,8 +33,9 @@ def inert(section: Section, prefix: str, names: str, because: str, also: tuple[s
     for name in names.split():
         default: Any = type(section).model_fields[name].get_default(call_default_factory=True)
         if getattr(section, name) != default:
-            way_out = f"leave {prefix}.{name} at its default ({'none' if default is None else default}), or change "
-            yield Violation(f"{prefix}.{name}", f"has no effect {because}", way_out + " or ".join(also), also)
+            shown = "none" if default is None else format_value(default)
+            way_out = f"leave {prefix}.{name} at its default ({shown}), or change {' or '.join(also)}"
+            yield Violation(f"{prefix}.{name}", f"has no effect {because}", way_out, also)
 
 
 # --- advantages and groups --------------------------------------------------------------------------------------------

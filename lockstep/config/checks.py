@@ -2,7 +2,8 @@
 
 Those of the algorithm are in ``algorithm_checks.py``, of the gate in ``gate_checks.py``, of the rollout engine in
 ``engine_checks.py``, of its process and the transports in ``process_checks.py``, of devices and layouts in
-``cluster_checks.py``; here are those of trainer, model, prompt and task.
+``cluster_checks.py``, of variables in ``environment_checks.py``, of prepared checkpoints in ``prepare_checks.py``; here
+are those of trainer, model, prompt and task.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import lockstep.config.cluster_checks
 import lockstep.config.engine_checks
 import lockstep.config.environment_checks
 import lockstep.config.gate_checks
-import lockstep.config.process_checks  # noqa: F401  the rules of all four join RULES
+import lockstep.config.prepare_checks
+import lockstep.config.process_checks  # noqa: F401  the rules of all of them join RULES
 from lockstep.config.algorithm_checks import RULES, inert, rule
 from lockstep.config.errors import Violation
 from lockstep.config.schema import ArithmeticTask, FileTask, GgufModel, RunConfig

@@ -296,6 +296,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"cluster.colocated": False, "cluster.rollout_gpus": 8, "cluster.nodes": 8},
         "cluster.rollout_gpus",
     ),
+    ("kept_mtp_layers_survive_a_cut", {"prepare.keep_mtp": True}, "prepare.keep_mtp"),
+    ("high_precision_is_beside_quantised_weights", {"prepare.high_precision": ["gate"]}, "prepare.high_precision"),
+    (
+        "high_precision_is_beside_quantised_weights",
+        FP8 | {"prepare.high_precision": ["gate"], "prepare.quantisation": "none"},
+        "prepare.high_precision",
+    ),
+    (
+        "high_precision_is_beside_quantised_weights",
+        FP8 | {"prepare.high_precision": ["gate"]},
+        "prepare.high_precision",
+    ),
+    ("prepared_weights_are_what_a_refit_brings", FP8 | {"prepare.quantisation": "fp8_ue8m0"}, "prepare.quantisation"),
 ]
 
 ALLOWED: list[dict[str, Any]] = [
@@ -355,6 +368,9 @@ ALLOWED: list[dict[str, Any]] = [
     SGLANG | MEGATRON | {"rollout.quantisation": "fp8", "gate.bounds": [a_bound(quantisation="fp8")]},
     {"cluster.colocated": False, "cluster.rollout_gpus": 7, "cluster.nodes": 8},
     APART | {"environment.trainer.NCCL_ALGO": "Ring", "environment.engine.NCCL_ALGO": "Tree"},
+    {"prepare.keep_mtp": True, "prepare.keep_layers": 4},
+    {"prepare.high_precision": ["gate"], "prepare.quantisation": "fp8"},
+    FP8 | {"prepare.quantisation": "none"},
 ]
 
 
@@ -371,6 +387,20 @@ def test_rule_refuses_and_names_the_key(rule: str, changes: dict[str, Any], key:
 @pytest.mark.parametrize("changes", ALLOWED)
 def test_settings_that_agree_pass_all_rules(changes: dict[str, Any]) -> None:
     assert check(config_with(changes)) == []
+
+
+def test_a_way_out_gives_the_default_as_a_file_would_have_it() -> None:
+    changes = {"trainer.layout.sequence_parallel": True, "trainer.layout.stage_layers": [1, 1]}
+    changes |= {"trainer.layout.etp": 2, "trainer.layout.cp_comm_type": "p2p", "rollout.fast_path": "off"}
+    violations = {v.key: v.way_out for v in check(config_with(VLLM | changes))}
+    defaults = {key: violations[key].partition("at its default (")[2].partition("), or")[0] for key in changes}
+    assert defaults == {
+        "trainer.layout.sequence_parallel": "false",
+        "trainer.layout.stage_layers": "[]",
+        "trainer.layout.etp": "none",
+        "trainer.layout.cp_comm_type": "none",
+        "rollout.fast_path": '"auto"',
+    }
 
 
 def test_every_rule_has_a_case_and_a_reason() -> None:
