@@ -36,6 +36,9 @@ def _not_runnable(config: RunConfig) -> Iterator[Violation]:
         message = f"Lockstep runs one rank, this is a job of {devices} devices"
         also = ("cluster.gpus_per_node",)
         yield Violation("cluster.nodes", message, f"set both to 1 for a model that fits one device; {PLAN}", also)
+    elif (replicas := config.trainer.layout.replicate or 1) > 1:
+        message = f"{replicas} replicas of the sharded model need as many devices, this is a job of one"
+        yield Violation("trainer.layout.replicate", message, f"leave it out; {PLAN}", ("cluster.gpus_per_node",))
     if config.rollout.engine != "vllm":
         return
     if config.rollout.quantisation != "none" and config.trainer.backend == "megatron":

@@ -248,6 +248,15 @@ def test_what_lockstep_does_not_run_is_refused_by_name() -> None:
         refuse_to_run(load_recipe("glm-5_2").config)
 
 
+def test_replicas_of_a_model_on_one_rank_are_refused_and_not_ignored() -> None:
+    def keys(*overrides: str) -> set[str]:
+        return {violation.key for violation in not_runnable(load_recipe("quickstart", overrides).config)}
+
+    assert keys("trainer.layout.replicate=2") == {"trainer.layout.replicate"}
+    assert keys("trainer.layout.replicate=1") == set()
+    assert keys("trainer.layout.replicate=2", "cluster.gpus_per_node=4") == {"cluster.nodes"}
+
+
 def test_what_is_not_run_and_what_is_not_here_are_told_in_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(recipe: str, hardware: str) -> list[str]:
         with pytest.raises(ConfigError) as refused:
