@@ -32,7 +32,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 
 
 @parity_app.command(
-    epilog="Examples:  lockstep parity measure tiny-qwen3-moe   |   lockstep parity measure runs/moe --json"
+    epilog="Examples:  lockstep parity measure tiny-qwen3-moe   |   lockstep parity measure runs/gate --json"
 )
 def measure(
     target: TargetArgument, overrides: SetOption = None, step: StepOption = None, as_json: JsonOption = False
@@ -47,8 +47,8 @@ def measure(
 
 
 @parity_app.command(
-    epilog="Examples:  lockstep parity replay runs/moe 4   |   "
-    "lockstep parity replay runs/moe 4 --dtype float32 --path prefill"
+    epilog="Examples:  lockstep parity replay runs/gate 1   |   "
+    "lockstep parity replay runs/gate 1 --dtype float32 --path prefill"
 )
 def replay(
     run_dir: RunArgument,
@@ -76,8 +76,8 @@ def replay(
 
 
 @parity_app.command(
-    epilog="Examples:  lockstep parity attribute runs/moe   |   "
-    "lockstep parity attribute runs/moe --factor load --factor SOME_SWITCH=0 --budget 20"
+    epilog="Examples:  lockstep parity attribute runs/gate   |   "
+    "lockstep parity attribute runs/gate --factor load --factor SOME_SWITCH=0 --budget 20"
 )
 def attribute(
     target: TargetArgument,

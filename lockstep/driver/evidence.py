@@ -167,8 +167,11 @@ def _weights(run_dir: Path, config: RunConfig, step: int, version: int, device: 
     model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
     vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)  # pyright: ignore
     if found is None and version > 0:
+        there = ", ".join(f"step {number}" for number in sorted(_checkpoint_steps(run_dir))) or "none"
         raise ReplayError(
-            f"{run_dir} has no complete checkpoint before step {step}, and its batch was sampled at version {version}"
+            f"{run_dir} has no complete checkpoint before step {step}, and its batch was sampled at version {version}; "
+            f"there: {there} (checkpoint.every and checkpoint.keep say which stay). Name a recorded step behind one of "
+            "them, or step 1, whose weights are built again from the configuration; or give the recipe"
         )
     if found is None:
         if config.supervised.steps:
@@ -195,13 +198,16 @@ def _loaded_trainer(config: RunConfig, model: Any, vocab_limit: int | None, chec
 
 def _checkpoint_before(run_dir: Path, step: int) -> tuple[int, Path] | None:
     """The newest complete checkpoint of a step before ``step``; nothing is written or tidied up."""
-    root = run_dir / "checkpoints"
-    names = [entry.name.removeprefix("step-") for entry in root.glob("step-*")] if root.is_dir() else []
-    for candidate in sorted((int(name) for name in names if name.isdigit() and int(name) < step), reverse=True):
-        path = root / f"step-{candidate:06d}"
+    for candidate in sorted((number for number in _checkpoint_steps(run_dir) if number < step), reverse=True):
+        path = run_dir / "checkpoints" / f"step-{candidate:06d}"
         if not verify(path):
             return candidate, path
     return None
+
+
+def _checkpoint_steps(run_dir: Path) -> list[int]:
+    names = [entry.name.removeprefix("step-") for entry in (run_dir / "checkpoints").glob("step-*")]
+    return [int(name) for name in names if name.isdigit()]
 
 
 def _warm_up(config: RunConfig, model: Any, tokenizer: Any, vocab_limit: int) -> None:

@@ -153,8 +153,13 @@ def test_a_version_without_a_checkpoint_is_said_to_be_one(stopped: Path, tmp_pat
     evidence = from_run(run_dir)
     assert not evidence.exact
     assert "which has no checkpoint" in evidence.note
-    shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(ReplayError, match="no complete checkpoint before step"):
+    for path in checkpoints[:-1]:
+        shutil.rmtree(path)
+    with pytest.raises(ReplayError, match=r"no complete checkpoint before step.*; there: none .*step 1, whose"):
+        from_run(run_dir)
+    later = last_step(run_dir) + 5
+    shutil.copytree(stopped / "checkpoints" / checkpoints[-1].name, run_dir / f"checkpoints/step-{later:06d}")
+    with pytest.raises(ReplayError, match=f"there: step {later} .checkpoint.every"):
         from_run(run_dir)
     with pytest.raises(ReplayError, match="no recorded batch of step 99; recorded are 1 to"):
         from_run(run_dir, 99)
