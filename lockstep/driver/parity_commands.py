@@ -73,12 +73,19 @@ def evidence_of(target: str, overrides: Seq[str], step: int | None) -> Iterator[
         yield evidence
 
 
+def _note(evidence: Evidence) -> str:
+    """Which weights, and whether another engine sampled than the one that scores again."""
+    engine = evidence.config.rollout.engine
+    elsewhere = "" if engine == "torch" else f"; sampled by {engine}, scored again by the embedded engine"
+    return evidence.note + elsewhere
+
+
 def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool) -> int:
     """Every pair that the deployment needs, as a table. Returns 1 if one is above the bound or was not measured."""
     with evidence_of(target, overrides, step) as evidence:
         bounds = {bound.metric: bound.bound for bound in evidence.bounds}
         pairs = plan(Deployment.of(evidence.config))
-        say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
+        say(f"{_note(evidence)}; {len(evidence.bench.recorded)} sequences")
         if evidence.updated is None:
             left_out = [pair.name for pair in pairs if pair.second == "updated"]
             pairs = tuple(pair for pair in pairs if pair.second != "updated")
@@ -86,7 +93,7 @@ def measure(target: str, overrides: Seq[str], step: int | None, *, as_json: bool
                 say(f"{name} (staleness) is not measured: there is no checkpoint of step {evidence.step} itself")
         results = measure_pairs(evidence.bench, pairs, bounds, evidence.updated)
     if as_json:
-        print(json.dumps({"note": evidence.note, "exact": evidence.exact, "pairs": [_plain(one) for one in results]}))
+        print(json.dumps({"note": _note(evidence), "exact": evidence.exact, "pairs": [_plain(one) for one in results]}))
     else:
         rows = [[one.pair.name, one.pair.isolates, *_numbers(one.agreement), _word(one)] for one in results]
         title = ", ".join(f"{metric} bound {bound:g}" for metric, bound in bounds.items())
@@ -122,7 +129,8 @@ def replay(
         what = f"vLLM in {setting.rollout.dtype} by {setting.path}, refitted with the trainer's weights ({claims})"
     else:
         scored = bench.engine_scores(setting)[0]
-        what = f"engine in {setting.rollout.dtype} by {setting.path}"
+        name = "engine" if evidence.config.rollout.engine == "torch" else "embedded engine"
+        what = f"{name} in {setting.rollout.dtype} by {setting.path}"
         if bench.served:
             what += f", with the {len(bench.served)} tensors that it served differently from the trainer"
     ours, theirs = _recorded(evidence, trainer=True), _recorded(evidence, trainer=False)
@@ -156,12 +164,12 @@ def find_cause(
 ) -> int:
     """Attribute a failing agreement. Returns 1 if it fails and is not explained by the factors."""
     with evidence_of(target, overrides, step) as evidence:
-        say(f"{evidence.note}; {len(evidence.bench.recorded)} sequences")
+        say(f"{_note(evidence)}; {len(evidence.bench.recorded)} sequences")
         result, told = attribute_evidence(evidence, factors, budget, full=full)
         first = None if result.status == "healthy" else evidence.bench.first_difference()
     if as_json:
         found = {"sentence": told, "first_module": first and first.module, **_plain_result(result)}
-        print(json.dumps({"note": evidence.note, "exact": evidence.exact, **found}))
+        print(json.dumps({"note": _note(evidence), "exact": evidence.exact, **found}))
     else:
         print_attribution(result)
         print(told)
@@ -182,11 +190,13 @@ def attribute_evidence(
     result = attribute(bench.evaluator(chosen), chosen, bound.bound, budget, metric=bound.metric, full=full)
     told = sentence(result)
     if result.status == "healthy" and recorded is not None and _fails(recorded, bound):
+        engine = evidence.config.rollout.engine
+        kernels = "" if engine == "torch" else f"the kernels of {engine}, "
         told = (
             f"unexplained: scored again, {bound.metric} is {result.unchanged.value:.4g} and within the bound "
             f"{bound.bound:g}, but the run recorded {_value(recorded, bound.metric)}. The cause is in what is not "
-            "rebuilt here: batches and requeues while sampling, cached prefixes, the sampler, or state that ended with "
-            "the process"
+            f"rebuilt here: {kernels}batches and requeues while sampling, cached prefixes, the sampler, or state that "
+            "ended with the process"
         )
     return result, told
 

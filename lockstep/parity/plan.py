@@ -44,18 +44,25 @@ NODES: dict[Node, str] = {
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """What decides which pairs are needed. ``refits``: the engine's weights arrive by a refit, not by a load;
-    ``packs``: the trainer packs or pads sequences; ``mixes_versions``: it trains on tokens of older versions."""
+    ``packs``: the trainer packs or pads sequences; ``mixes_versions``: it trains on tokens of older versions;
+    ``sampled_elsewhere``: by another engine than the embedded one, which is the one that scores again."""
 
     refits: bool = True
     packs: bool = True
     mixes_versions: bool = False
+    sampled_elsewhere: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Deployment:
         """Of a run as configured: its engine is refitted after each batch; when several optimizer steps share one, all
         but the first train on tokens of an older version."""
         mixes = config.algorithm.optimizer_steps_per_batch > 1
-        return cls(refits=True, packs=config.trainer.packing != "single", mixes_versions=mixes)
+        return cls(
+            refits=True,
+            packs=config.trainer.packing != "single",
+            mixes_versions=mixes,
+            sampled_elsewhere=config.rollout.engine != "torch",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,12 @@ class Measured:
 
 def plan(deployment: Deployment) -> tuple[Pair, ...]:
     """The links of the chain for this deployment, the engine's end first; the chain is closed, so they suffice."""
+    isolates, reason = "scheduling, sampler, cached prefixes", "sampling ran in batches with other requests"
+    if deployment.sampled_elsewhere:
+        isolates = f"kernels of the engine that sampled, {isolates}"
+        reason = "another engine sampled than the embedded one, which scores again"
     nodes: list[tuple[Node, str, str]] = [
-        ("decode", "scheduling, sampler, cached prefixes", "sampling ran in batches with other requests"),
+        ("decode", isolates, reason),
         ("prefill", "cache and decode kernels", "sampling decoded over a cache"),
     ]
     if deployment.refits:

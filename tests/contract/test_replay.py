@@ -172,6 +172,25 @@ def test_a_version_without_a_checkpoint_is_said_to_be_one(stopped: Path, tmp_pat
         np.testing.assert_allclose(scores[one.sequence.sequence_id].logprobs[mask], one.train_logprobs[mask], atol=2e-5)
 
 
+def test_a_batch_of_vllm_is_not_blamed_on_scheduling_by_an_engine_that_did_not_sample_it(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    shutil.rmtree(run_dir / "engine")  # scored again, the batch is healthy: what it recorded came from elsewhere
+    settings = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").write_text(settings.replace('engine = "torch"', 'engine = "vllm"'))
+    _, told = as_json(capsys, "parity", "measure", str(run_dir))
+    assert "sampled by vllm, scored again by the embedded engine" in told["note"]
+    assert "kernels" in told["pairs"][0]["isolates"]
+    code, found = as_json(capsys, "parity", "attribute", str(run_dir), "--factor", "prefill", "--factor", "load")
+    assert code == 1
+    assert "sampled by vllm, scored again by the embedded engine" in found["note"]
+    assert "is not rebuilt here: the kernels of vllm" in found["sentence"]
+    _, replayed = as_json(capsys, "parity", "replay", str(run_dir), str(last_step(run_dir)))
+    assert replayed["replayed"].startswith("embedded engine in float32")
+
+
 def test_engine_tensors_of_another_batch_are_not_taken(stopped: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(stopped, run_dir)

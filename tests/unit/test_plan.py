@@ -48,6 +48,16 @@ def test_the_plan_of_a_configured_run() -> None:
     assert [pair.name for pair in plan(Deployment.of(several))] == [*LINKS, "trained/updated"]
 
 
+def test_where_another_engine_sampled_than_the_one_that_scores_again_the_first_link_says_so() -> None:
+    config = find_recipe("tiny-qwen3-moe")
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "vllm"})})
+    own, others = plan(Deployment.of(config)), plan(Deployment.of(other))
+    assert "kernels" not in own[0].isolates
+    assert "kernels" in others[0].isolates
+    assert "another engine sampled" in others[0].reason
+    assert others[1:] == own[1:]
+
+
 def sampled(bench: Bench, shift: float = 0.0) -> Bench:
     """The bench with engine log-probs that its own healthy engine would have reported, off by ``shift``."""
     healthy = Bench(bench.model, bench.setting, bench.recorded).engine_scores(bench.setting)[0]
