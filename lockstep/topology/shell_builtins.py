@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=")
 _DECLARES = ("export", "declare", "typeset", "local", "readonly")
 _SHELLS = ("bash", "sh", "zsh", "dash")
+MAX_SOURCES = 256
 
 
 def simple(follower: Follower, command: Simple) -> Flow:
@@ -184,11 +185,13 @@ def _source(follower: Follower, fields: Sequence[Value], redirects: Sequence[Red
         text = expand_text(documents[0].word, follower.state)
         return follower.nested(text.text, text.line, own_shell=False)
     path = fields[0] if fields else text_value("")
-    text = follower.load(path.known) if follower.load and path.known and follower.sources < 32 else None
+    text = follower.load(path.known) if follower.load and path.known else None
     if text is None:
         follower.found.missing.append((path.text, path.line))
         return None
     follower.sources += 1
+    if follower.sources > MAX_SOURCES:  # files that source each other twice would double at every level
+        raise ShellError(path.line, f"more than {MAX_SOURCES} files are sourced")
     flow = follower.nested(text, 1, own_shell=False)
     return None if flow == "return" else flow
 

@@ -46,7 +46,6 @@ from lockstep.topology.shell_words import expand, expand_text
 
 MAX_CALLS = 12
 MAX_ROUNDS = 600
-MAX_SOURCES = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,17 @@ def test_a_script_within_a_script_sees_exported_variables_only() -> None:
     assert words == [["$A", "2"], ["2"], ["1"]]
 
 
+def test_every_file_that_is_there_is_sourced_and_too_many_are_refused_instead_of_called_absent() -> None:
+    def script_of(number: int) -> Script:
+        lines = "".join(f"source ./s{i}.sh\n" for i in range(number))
+        return follow(f"{lines}run $A{number - 1}\n", load=lambda path: f"A{path[3:-3]}=here\n")
+
+    assert words_of(script_of(40)) == [["here"]]
+    assert script_of(40).missing == []
+    with pytest.raises(ShellError, match="more than 256 files are sourced"):
+        script_of(257)
+
+
 def test_exports_of_a_here_string_that_is_sourced_count() -> None:
     script = follow("source /dev/stdin <<< $'export A=1\\nexport B=\"x y\"'\nC=3 run\n")
     (invocation,) = [i for i in script.invocations if i.words[0].known == "run"]
