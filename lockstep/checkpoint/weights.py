@@ -38,7 +38,7 @@ def compare(expected: Mapping[str, Expected], scheme: Scheme, tensors: Mapping[s
     ]
     notes = _drop_absent_parts(wanted, tensors)
     for name, item in wanted.items():
-        problem = _missing(item, wanted) if name not in tensors else _wrong(item, tensors[name])
+        problem = _missing(item) if name not in tensors else _wrong(item, tensors[name])
         if problem is not None:
             problems.append(problem)
     unknown = [name for name in tensors if name not in wanted]
@@ -68,7 +68,7 @@ def _drop_absent_parts(wanted: dict[str, Stored], tensors: Mapping[str, TensorEn
     return notes
 
 
-def _missing(item: Stored, wanted: Mapping[str, Stored]) -> Problem:
+def _missing(item: Stored) -> Problem:
     what = f"{shown(item.name)}: {_described(item)}"
     if item.scale_of:
         return Problem("missing scales", f"{what} is expected beside {shown(item.scale_of)}")

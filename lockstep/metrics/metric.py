@@ -63,11 +63,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Scalar]:
     return checked
 
 
-def nonfinite_names(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Names of the metrics whose value is NaN or infinite, in the row's order."""
-    return tuple(name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value))
-
-
 def nonfinite_text(value: float) -> str:
     """The text that stands for NaN or an infinity."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -8,6 +8,7 @@
     agreement.jsonl          per step the difference by place and the worst tokens (see ``parity.rows``)
     rollouts/step-000001.parquet   tokens, log-probs of both sides, rewards, versions (see ``rollout_file``)
     refits.jsonl             receipts, one per refit
+    engine/step-000012.safetensors  what the engine computed with otherwise than the trainer, where the gate stopped
     trace.json               Chrome/Perfetto spans
     checkpoints/step-000050/ see ``checkpoints``
     report.html              see ``report``
@@ -181,14 +182,6 @@ class RunFolder:
         return read_rollouts(self.path, step)
 
     # --- checkpoints ---
-
-    def begin_checkpoint(self, step: int, estimate_bytes: int = 0) -> Path:
-        """An empty folder to write into; see ``Checkpoints.begin``."""
-        return self.checkpoints.begin(step, estimate_bytes)
-
-    def finish_checkpoint(self, step: int, required: Iterable[str] = ()) -> Path:
-        """Verify, mark and rename; see ``Checkpoints.finish``."""
-        return self.checkpoints.finish(step, required)
 
     def saving_checkpoint(
         self, step: int, estimate_bytes: int = 0, required: Iterable[str] = ()

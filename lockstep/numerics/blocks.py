@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-E8M0_BIAS = 127
 _E8M0_NAN = 255
 _MANTISSA_BITS = 23
 _SMALLEST_SCALE = 2.0**-126

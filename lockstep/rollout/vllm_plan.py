@@ -56,11 +56,6 @@ class LoadPlan:
     padded: frozenset[str]
     elsewhere: frozenset[str]
 
-    @property
-    def num_live(self) -> int:
-        """Live tensors that are written."""
-        return len({write.target for writes in self.writes.values() for write in writes})
-
 
 def plan_load(model: torch.nn.Module, manifest: Manifest, reload: LayerwiseReload) -> LoadPlan:
     """Ask the model's own loader where each tensor would go. Nothing is written. Raises RefitRefused with every

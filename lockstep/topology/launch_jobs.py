@@ -87,7 +87,7 @@ def build_job(
         train=None if engine_only else _layout(program, settings, model, assumptions),
         memory=_memory(program, settings),
         engine=engine,
-        batch=_batch(program, settings, assumptions),
+        batch=_batch(program, settings),
         environment=_with_own(program, environment),
         **_options(program, settings),
     )
@@ -206,7 +206,7 @@ def _engine(program: Program, settings: Settings, model: KnownModel | None) -> E
     return EngineLayout(**values)
 
 
-def _batch(program: Program, settings: Settings, assumptions: list[str]) -> Batch | None:
+def _batch(program: Program, settings: Settings) -> Batch | None:
     values = part(settings, "batch", Batch)
     if program.project == "megatron":
         if values.get("global_batch") is None:

@@ -36,7 +36,7 @@ def module_layer_activations(shape: ModelShape, layer: int, tokens: int, *, row:
     if not shape.is_moe or layer < shape.dense_layers:
         return round(tokens * (norms + streams + mixed + 4 * width * shape.ffn))
     routed, shared = expert_activations(shape, width)
-    experts = shape.experts_per_token * routed + shared + router_activations(shape, width)
+    experts = shape.experts_per_token * routed + shared + router_activations(shape)
     # Once: where each expert's rows end, and the router's weight in float32 where it runs in it.
     once = 4 * shape.num_experts * (1 + (shape.hidden if shape.attention in ("mla", "mla_dsa") else 0))
     return round(tokens * (norms + streams + mixed + experts) + once)

@@ -30,7 +30,7 @@ def attention_activations(shape: ModelShape, layer: int, row: int | None, width:
     return _deepseek_v4(shape, layer, row, width)
 
 
-def router_activations(shape: ModelShape, width: int) -> int:
+def router_activations(shape: ModelShape) -> int:
     """Bytes a position of one router: in float32 with GLM, the softmax alone with Qwen."""
     chosen = 8 * shape.experts_per_token
     if shape.attention in ("mla", "mla_dsa"):

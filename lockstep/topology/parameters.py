@@ -176,21 +176,6 @@ def has_counted_mtp(shape: ModelShape) -> bool:
     return bool(shape.mtp_layers) and shape.attention in ("deepseek_v4", "mla_dsa", "mla")
 
 
-def mtp_parameters(shape: ModelShape) -> int:
-    """Parameters of the multi-token-prediction layers of a checkpoint: one more decoder layer each, two products that
-    merge hidden state and embedding, and their norms. 0 where none are known (Inkling's are not counted here).
-
-    Source: DeepSeek-V4 ``inference/model.py: MTPBlock`` (a layer without compression, a collapse head); GLM-5.2's
-    checkpoint (a layer without an indexer).
-    """
-    if not has_counted_mtp(shape):
-        return 0
-    one = layer_parameters(shape, shape.num_layers, WHOLE)
-    merge = 2 * shape.hidden**2 + 3 * shape.hidden
-    collapse = _outer_end(shape) - shape.hidden
-    return shape.mtp_layers * (one.total + merge + collapse)
-
-
 # --- attention: (what heads divide, what stays whole) ----------------------------------------------------------------
 
 

@@ -34,8 +34,6 @@ from lockstep.topology.trainer_memory import optimizer_bytes
 _PLANNED = 16
 """Layouts that are planned in order of their rank by estimate, and as many again of the least memory."""
 
-_GPUS_PER_NODE = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:

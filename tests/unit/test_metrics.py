@@ -23,7 +23,6 @@ from lockstep.metrics.metric import (
     check_row,
     decode_nonfinite,
     encode_nonfinite,
-    nonfinite_names,
     unit_of,
 )
 from lockstep.metrics.sinks import JsonlSink, read_jsonl
@@ -74,10 +73,6 @@ def test_numpy_scalars_become_numbers_and_absence_is_no_value() -> None:
         check_row({"reward/mean": None})
     with pytest.raises(ValueError, match="reward/mean: list"):
         check_row({"reward/mean": [1.0]})
-
-
-def test_nonfinite_metrics_are_named() -> None:
-    assert nonfinite_names({"a": 1.0, "b": math.nan, "c": "NaN?", "d": -math.inf}) == ("b", "d")
 
 
 @given(JSON_VALUES)

@@ -246,8 +246,8 @@ def test_asking_for_a_missing_step_names_those_there_are(folder: RunFolder) -> N
 def test_latest_is_the_newest_complete_one(folder: RunFolder) -> None:
     assert folder.latest_checkpoint() is None
     for step in (5, 10):
-        fill(folder.begin_checkpoint(step), step)
-        assert folder.finish_checkpoint(step, PAYLOAD) == folder.path / f"checkpoints/step-{step:06d}"
+        fill(folder.checkpoints.begin(step), step)
+        assert folder.checkpoints.finish(step, PAYLOAD) == folder.path / f"checkpoints/step-{step:06d}"
     latest = folder.latest_checkpoint()
     assert latest is not None
     assert latest[0] == 10
@@ -258,19 +258,19 @@ def test_a_part_that_was_not_copied_never_gets_the_marker(folder: RunFolder) -> 
     """Fault G9: the weights disappear during the save."""
     save(folder, 5)
     for broken in (lambda path: (path / "weights.bin").unlink(), lambda path: (path / "weights.bin").write_bytes(b"")):
-        path = folder.begin_checkpoint(10)
+        path = folder.checkpoints.begin(10)
         fill(path, 10)
         broken(path)
         with pytest.raises(CheckpointError, match=r"missing or empty: weights\.bin.*last good .*step-000005"):
-            folder.finish_checkpoint(10, PAYLOAD)
+            folder.checkpoints.finish(10, PAYLOAD)
         assert not (path / MARKER).exists()
         assert folder.latest_checkpoint() == (5, folder.checkpoints.path(5))
 
 
 def test_an_empty_checkpoint_is_refused(folder: RunFolder) -> None:
-    folder.begin_checkpoint(1)
+    folder.checkpoints.begin(1)
     with pytest.raises(CheckpointError, match="it has no files"):
-        folder.finish_checkpoint(1)
+        folder.checkpoints.finish(1)
 
 
 def test_an_error_inside_a_save_removes_it_and_is_raised(folder: RunFolder) -> None:
@@ -292,7 +292,7 @@ def test_one_still_being_written_is_never_chosen_and_removed_at_the_next_open(
     """Faults G9 and G13: a crash leaves a folder with a higher number."""
     with RunFolder(tmp_path / "run") as folder:
         save(folder, 5)
-        fill(folder.begin_checkpoint(10), 10)
+        fill(folder.checkpoints.begin(10), 10)
         assert folder.latest_checkpoint() == (5, folder.checkpoints.path(5))
     with caplog.at_level(logging.WARNING), RunFolder(tmp_path / "run") as folder:
         assert "left by a save that did not finish" in caplog.text
@@ -362,7 +362,7 @@ def test_files_that_were_not_saved_with_it_are_reported(folder: RunFolder, caplo
 def test_a_good_checkpoint_is_never_overwritten(folder: RunFolder) -> None:
     save(folder, 5)
     with pytest.raises(CheckpointError, match="already has a complete checkpoint"):
-        folder.begin_checkpoint(5)
+        folder.checkpoints.begin(5)
 
 
 def test_large_files_are_checked_by_size(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,9 +534,9 @@ def test_space_is_checked_before_a_byte_is_written(folder: RunFolder, monkeypatc
     usage = shutil.disk_usage(folder.path)._replace(free=1_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"2,000 bytes needed, 1,000 free.*last good checkpoint is .*step-000005"):
-        folder.begin_checkpoint(10, estimate_bytes=2_000)
+        folder.checkpoints.begin(10, estimate_bytes=2_000)
     assert [entry.name for entry in folder.checkpoints.root.iterdir()] == ["step-000005"]
-    folder.begin_checkpoint(10, estimate_bytes=1_000)
+    folder.checkpoints.begin(10, estimate_bytes=1_000)
 
 
 def test_a_disk_that_really_fills_up_keeps_the_last_good_checkpoint(folder: RunFolder) -> None:
