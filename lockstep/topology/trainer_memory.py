@@ -24,7 +24,7 @@ from lockstep.topology.activations import (
 from lockstep.topology.cache import BYTES
 from lockstep.topology.memory_records import MemoryItem, Owner, Phase, StageMemory, gigabytes
 from lockstep.topology.parameters import RankParameters, rank_parameters
-from lockstep.topology.records import Job, TrainLayout, TrainMemory
+from lockstep.topology.records import Batch, Job, TrainLayout, TrainMemory
 
 ASSUMED_TOKENS = 4096
 """Tokens of a micro-batch where the job does not say."""
@@ -173,11 +173,12 @@ def optimizer_bytes(memory: TrainMemory) -> int:
     return (2 if remainders else BYTES[memory.master_dtype]) + 2 * BYTES[memory.moment_dtype]
 
 
-def micro_batch_tokens(job: Job) -> tuple[int, bool]:
+def micro_batch_tokens(job: Job, *, samples: int | None = None) -> tuple[int, bool]:
     """Tokens of the largest micro-batch on one context-parallel rank, and whether the job states them.
 
-    A budget holds for packed samples, and a sample that is longer goes alone. Megatron's samples that are padded
-    instead come ``micro_batch`` at a time, each as long as the longest, whatever the budget is.
+    A budget holds for packed samples, of which a rank has no more than its share of ``samples`` (those of an optimizer
+    step), and a sample that is longer goes alone. Megatron's samples that are padded instead come ``micro_batch`` at a
+    time, each as long as the longest, whatever the budget is.
 
     Source: miles training_utils/data.py: get_data_iterator (first fit), arguments.py (no budget with bshd).
     """
@@ -187,18 +188,24 @@ def micro_batch_tokens(job: Job) -> tuple[int, bool]:
     alone = -(-length * ((batch.micro_batch if batch else None) or 1) // shares) if length is not None else None
     budget = batch.max_tokens_per_gpu if batch else None
     if budget and (batch is None or batch.packing or layout.backend == "fsdp" or alone is None):
-        longest = -(-length // shares) if length is not None else 0
-        return max(budget, longest), True
+        if batch is None or length is None:
+            return budget, True
+        held = -(-(samples or _step_samples(batch)) // _replicas(job)) * length
+        held = -(-held // (batch.pad_multiple or 1)) * (batch.pad_multiple or 1)
+        return max(min(budget, -(-held // shares)), -(-length // shares)), True
     return (alone, True) if alone is not None else (ASSUMED_TOKENS, False)
 
 
 def scoring_tokens(job: Job) -> tuple[int, bool]:
     """The same of a forward alone, which may have its own budget or size."""
     batch = job.batch
-    if batch is None or (batch.score_tokens_per_gpu is None and batch.score_micro_batch is None):
+    if batch is None:
         return micro_batch_tokens(job)
+    samples = batch.num_prompts * batch.group_size  # all of a rollout batch at once
+    if batch.score_tokens_per_gpu is None and batch.score_micro_batch is None:
+        return micro_batch_tokens(job, samples=samples)
     own = replace(batch, max_tokens_per_gpu=batch.score_tokens_per_gpu, micro_batch=batch.score_micro_batch)
-    return micro_batch_tokens(replace(job, batch=own))
+    return micro_batch_tokens(replace(job, batch=own), samples=samples)
 
 
 def sequence_tokens(job: Job) -> int | None:
@@ -215,11 +222,20 @@ def num_micro_batches(job: Job) -> int | None:
     if batch is None or length is None:
         return None
     layout = job.train or TrainLayout()
-    samples = batch.global_batch or -(-batch.num_prompts * batch.group_size // batch.optimizer_steps)
     shares = layout.cp * layout.ulysses
-    replicas = max(1, job.train_world // (layout.tp * layout.pp * shares))
     tokens, _ = micro_batch_tokens(job)
-    return max(1, -(-samples * length // (replicas * shares * tokens)))
+    return max(1, -(-_step_samples(batch) * length // (_replicas(job) * shares * tokens)))
+
+
+def _step_samples(batch: Batch) -> int:
+    """Samples of one optimizer step."""
+    return batch.global_batch or -(-batch.num_prompts * batch.group_size // batch.optimizer_steps)
+
+
+def _replicas(job: Job) -> int:
+    """Groups of ranks that each hold samples of their own."""
+    layout = job.train or TrainLayout()
+    return max(1, job.train_world // (layout.tp * layout.pp * layout.cp * layout.ulysses))
 
 
 def _gathered(job: Job, held: StageMemory, shards: str) -> MemoryItem:

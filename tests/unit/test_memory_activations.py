@@ -13,6 +13,7 @@ from lockstep.topology.activations import checkpoint_activations, in_flight, lay
 from lockstep.topology.catalogue import hardware, model_shape
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.records import Batch, Job, MegatronSwitches, TrainLayout, TrainMemory
+from lockstep.topology.trainer_memory import micro_batch_tokens, scoring_tokens
 
 BATCH = Batch(num_prompts=32, group_size=8, prompt_tokens=1024, response_tokens=3072, max_tokens_per_gpu=4096)
 
@@ -103,3 +104,25 @@ def test_communicators_grow_with_the_axes_and_may_be_fewer() -> None:
     assert planned("qwen3-4b", tp=2, pp=2) == pytest.approx((7.0, 3 * 0.544))
     assert planned("qwen3-30b-a3b", tp=2, pp=2, ep=2) == pytest.approx((9.5, 4 * 0.544))
     assert planned("qwen3-4b") == pytest.approx((7 / 3, 0.544))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cp", "budget", "trained", "scored"),
+    [
+        (8, 1, 4096, 4096, 4096),  # 8 samples of 4096 a rank and step: the budget is what limits
+        (8, 1, 65536, 32768, 65536),  # all 8 at once; of the rollout batch a rank has 16
+        (64, 1, 65536, 4096, 8192),  # one sample a rank
+        (64, 8, 8192, 4096, 8192),  # 8 samples over the 8 ranks that share them
+        (64, 8, 65536, 4096, 8192),
+        (128, 1, 512, 4096, 4096),  # a sample is longer than the budget, and half of the ranks have none
+    ],
+)
+def test_a_budget_that_no_step_fills_is_not_counted(gpus: int, cp: int, budget: int, trained: int, scored: int) -> None:
+    """A micro-batch has no more samples than its rank: 65536 tokens were counted where one sample of 4096 was."""
+    job = Job(name="x", model=model_shape("qwen3-4b"), hardware=hardware("h200"), nodes=gpus // 8, gpus_per_node=8)
+    batch = replace(BATCH, num_prompts=16, max_tokens_per_gpu=budget, optimizer_steps=2)
+    job = replace(job, train=TrainLayout(backend="megatron", cp=cp), batch=batch)
+    assert micro_batch_tokens(job) == (trained, True)
+    assert scoring_tokens(job) == (scored, True)
+    own = replace(batch, max_tokens_per_gpu=512, score_tokens_per_gpu=budget)
+    assert scoring_tokens(replace(job, batch=own)) == (scored, True)
