@@ -54,3 +54,24 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def masked_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of variables with its secrets masked."""
     return {name: masked(name, value) if isinstance(value, str) else value for name, value in table.items()}
+
+
+def masked_tree(value: Any) -> Any:
+    """Plain data with the secrets among its tables masked, however deep they lie."""
+    if isinstance(value, Mapping):
+        return {k: masked(k, v) if isinstance(v, str) else masked_tree(v) for k, v in value.items()}
+    return [masked_tree(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_COLUMN = re.compile(r"(input|label|metadata|tools?|prompt|image|video|audio|multimodal|reward|reward_fn|mask)[_-]key$")
+_FLAG = re.compile(r"(?<!\S)([-+\w.]+)([= ])(\S+)")
+
+
+def masked_option(flag: str, value: str) -> str:
+    """The value of a command's option; ``--input-key`` and its like name a column of a data set and no secret."""
+    return value if _COLUMN.search(flag) else masked(flag, value)
+
+
+def masked_command(text: str) -> str:
+    """Words of a command with the values of secret options and variables masked."""
+    return _FLAG.sub(lambda found: found[1] + found[2] + masked_option(found[1], found[3]), text)

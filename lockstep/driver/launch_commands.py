@@ -312,7 +312,7 @@ def _memory_line(plan: MemoryPlan) -> str:
 
 
 def _verdict_dict(verdict: LaunchVerdict) -> dict[str, Any]:
-    from lockstep.config.secrets import masked
+    from lockstep.config.secrets import masked_tree
 
     launch, job, plan = verdict.launch, verdict.launch.job, verdict.plan
     phases = [
@@ -332,11 +332,8 @@ def _verdict_dict(verdict: LaunchVerdict) -> dict[str, Any]:
         "engine": asdict(job.engine) if job and job.engine else None,
         "batch": asdict(job.batch) if job and job.batch else None,
         "memory": {"capacity_bytes": plan.capacity_bytes, "phases": phases} if plan else None,
-        "environment": {
-            process: {name: masked(name, value) for name, value in table.items()}
-            for process, table in launch.environment.items()
-        },
-        "findings": [asdict(finding) for finding in verdict.findings],
+        "environment": masked_tree(launch.environment),
+        "findings": masked_tree([asdict(finding) for finding in verdict.findings]),
         "assumptions": list(launch.assumptions),
         "unplanned": list(launch.unplanned),
         "unread": list(launch.unread),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.errors import Violation
 from lockstep.config.load import ResolvedConfig
 from lockstep.config.schema import RunConfig
+from lockstep.config.secrets import masked_tree
 from lockstep.driver.arguments import PROGRAMS, Effective, effective, shown
 from lockstep.driver.determinism import determinism_findings
 from lockstep.driver.environment import PLATFORMS, examine
@@ -235,9 +236,9 @@ def plan_data(made: RecipePlan) -> dict[str, Any]:
     return {
         "name": made.job.name,
         "passes": not made.errors,
-        "job": asdict(made.job),
+        "job": masked_tree(asdict(made.job)),
         "layout": layout_record(made.resolved.config, made.evidence),
-        "rules": [asdict(finding) for finding in made.rules],
+        "rules": masked_tree([asdict(finding) for finding in made.rules]),
         "memory": {
             "capacity_bytes": made.memory.capacity_bytes,
             "margin": made.memory.margin,

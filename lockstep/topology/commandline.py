@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Violation
+from lockstep.config.secrets import masked, masked_command
 from lockstep.topology import flags_megatron, flags_miles, flags_sglang, flags_verl, flags_vllm
 from lockstep.topology.launch_flags import lookup
 from lockstep.topology.launch_jobs import NODES_ASSUMED, Cluster, build_job, defaults_of
@@ -270,8 +271,8 @@ def _detached(script: Script) -> list[Finding]:
         Finding(
             "flags-detached",
             "error",
-            f"line {line}: {text[:120]} begins a command of its own: the one above ended before it, so that it never "
-            "gets these options",
+            f"line {line}: {masked_command(text)[:120]} begins a command of its own: the one above ended before it, "
+            "so that it never gets these options",
             "end every line of the command with \\, and put no comment or empty line between them",
             "POSIX Shell Command Language 2.3: a comment goes to the end of its line, backslash included",
         )
@@ -315,7 +316,7 @@ def _environment(program: Program, options: Options) -> tuple[dict[str, dict[str
     processes = {"megatron": ("trainer",), "vllm": ("engine",), "sglang": ("engine",)}.get(program.project, PROCESSES)
     known = {name: value.known for name, value in program.environment.items() if value.known is not None}
     findings = [
-        Finding("not-known", "note", f"{name}={value.text[:80]}: the variable's value is not known")
+        Finding("not-known", "note", f"{name}={masked(name, value.text[:80])}: the variable's value is not known")
         for name, value in program.environment.items()
         if value.known is None and ENGINE_VARIABLES.match(name)
     ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.secrets import masked_command, masked_option
 from lockstep.topology.launch_flags import NotRead, Row, abbreviated, known_flags, lookup, nearest_flag
 from lockstep.topology.records import Finding
 from lockstep.topology.shell_values import Unknown, Value
@@ -23,9 +24,14 @@ class Option:
     line: int
 
     @property
+    def values_text(self) -> list[str]:
+        """What it was given, as it stands in the script."""
+        return [value.text for value in self.values]
+
+    @property
     def text(self) -> str:
-        """As one would type it."""
-        return " ".join([self.flag, *(value.text for value in self.values)])
+        """As one would type it, a secret masked."""
+        return " ".join([self.flag, *(masked_option(self.flag, value.text) for value in self.values)])
 
 
 @dataclass(slots=True)
@@ -116,7 +122,9 @@ def _flags(words: Sequence[Value], options: Options, table: Mapping[str, Row]) -
                 rest = first[ends + 1 :]
                 values = [Value(tuple(part for part in (rest, *word.parts[1:]) if part != ""), word.line)]
         elif name is not None and word.text[ends : ends + 1].isspace() and not _takes(flag, values, table):
-            message = f"line {word.line}: {word.text[:80]!r} is one word, so no option of that name is given"
+            message = (
+                f"line {word.line}: {masked_command(word.text)[:80]!r} is one word, so no option of that name is given"
+            )
             source = "POSIX Shell Command Language 2.2: quotes keep blanks within a word"
             options.findings.append(Finding("flag-quoted", "error", message, "take the quotes off", source))
         elif isinstance(first, Unknown) and first.several and len(word.parts) == 1 and not _takes(flag, values, table):
@@ -188,7 +196,7 @@ def _open(option: Option) -> bool:
 def _twice(options: Options, option: Option) -> None:
     """An option that is given twice with different values: the last one counts."""
     earlier = options.by_flag.get(option.flag)
-    if earlier is None or option.line == 0 or earlier.text == option.text:
+    if earlier is None or option.line == 0 or earlier.values_text == option.values_text:
         return
     message = (
         f"line {earlier.line}: {earlier.text} is overridden on line {option.line} by {option.text}: the last one counts"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.secrets import masked
 from lockstep.topology.launch_options import Options
 from lockstep.topology.launch_programs import Program, Project
 from lockstep.topology.records import Finding, Job
@@ -319,9 +320,8 @@ def environment_findings(program: Program, exported: Mapping[str, str], reaches_
     found: list[Finding] = []
     for name in sorted(exported):
         if ENGINE_VARIABLES.match(name) and name not in passed:
-            message = (
-                f"{name}={exported[name][:80]} is exported to `ray job submit` only: no process of the job gets it"
-            )
+            value = masked(name, exported[name][:80])
+            message = f"{name}={value} is exported to `ray job submit` only: no process of the job gets it"
             repair = f"name {name} in env_vars of --runtime-env-json, or export it before `ray start`"
             found.append(
                 Finding("variable-not-passed", "warning", message, repair, "Ray: runtime environments, env_vars")

@@ -266,3 +266,17 @@ def test_a_launch_script_is_judged_through_from(
     )
     assert run(monkeypatch, "plan", "--from", str(script)) == 1
     assert "expert-grid" in capsys.readouterr().out
+
+
+def test_secrets_of_a_recipe_are_masked_in_the_data_of_its_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job's own copy of the variables, and the repair that changes them, were printed as they stand."""
+    changes = ("--set", "environment.trainer.HF_TOKEN=hf_abcdefghijk", "--hardware", "h200")
+    without = ("--set", "environment.trainer.CUDA_DEVICE_MAX_CONNECTIONS=8")
+    for arguments in (("plan", "deepseek-v4-flash", "--json"), ("plan", "deepseek-v4-flash"), ("recipes", "show")):
+        named = arguments if arguments[0] == "plan" else (*arguments, "deepseek-v4-flash")
+        run(monkeypatch, *named, *changes, *(without if named[0] == "plan" else ()))
+        printed = capsys.readouterr().out
+        assert "hf_abcdefghijk" not in printed
+        assert "HF_TOKEN" in printed

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.errors import ConfigError
-from lockstep.driver.launch_commands import judge_launch
+from lockstep.driver.launch_commands import judge_launch, plan_launch
 from lockstep.topology import records
 from lockstep.topology.catalogue import model_names
 from lockstep.topology.commandline import ROWS, Surroundings, read_launch, read_launches
@@ -290,3 +292,29 @@ def test_reading_commands_needs_no_torch_and_no_transformers() -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+LEAKS = ("hf_abcdefghijk", "wk_12345678")
+MASKED = """\
+export SGLANG_API_KEY=wk_12345678
+export HF_TOKEN=hf_abcdefghijk
+ray job submit --runtime-env-json='{"env_vars": {"WANDB_API_KEY": "wk_12345678", "HF_TOKEN": "hf_abcdefghijk"}}' -- \\
+    python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint Qwen/Qwen3-4B \\
+    --rollout-num-gpus-per-engine 2 --rollout-batch-size 8 --n-samples-per-prompt 8 --tensor-model-parallel-size 2 \\
+    --input-key prompt --input-key question \\
+    --wandb-key wk_12345678 --wandb-key ${K}hf_abcdefghijk "--wandb-key wk_12345678" --use-wandb
+    --wandb-key wk_12345678 --wandb-project x
+"""
+
+
+def test_secrets_of_a_script_are_masked_in_text_and_data(tmp_path: Path) -> None:
+    """The value of ``--wandb-key`` stood in messages, variables in the data of a repair."""
+    script = tmp_path / "run.sh"
+    script.write_text(MASKED)
+    report = plan_launch(script, hardware="h200")
+    rules = {finding.rule for verdict in report.verdicts for finding in verdict.findings}
+    assert {"flag-twice", "flags-detached", "device-connections", "variable-not-passed"} <= rules
+    for text in (report.text(), json.dumps(report.to_dict())):
+        assert not [leak for leak in LEAKS if leak in text]
+        assert "<secret>" in text
+        assert "--input-key prompt is overridden" in text  # a column of the data set
