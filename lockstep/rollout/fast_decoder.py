@@ -158,7 +158,10 @@ def _cache_row(cache: Any, row: int, length: int) -> torch.Tensor:
 
 
 class SlotState:
-    """Keys and values of up to ``num_slots`` sequences. Sequence r of ``_slots`` is row r; rows are dense."""
+    """Keys and values of up to ``num_slots`` sequences. Sequence r of ``_slots`` is row r; rows are dense.
+
+    Beyond a row's length there are zeros: masked positions are multiplied by zero, which a NaN would come through.
+    """
 
     def __init__(self, decoder: FastDecoder, num_slots: int) -> None:
         config = decoder.model.config
@@ -189,10 +192,12 @@ class SlotState:
         """See ``DecoderState``. The last row moves into the place of one that leaves."""
         for slot in slots:
             row, last = self._slots.index(slot), len(self._slots) - 1
+            length = self._lengths[last]
             if row != last:
-                length = self._lengths[last]
                 self._cache[:, row, :, :, :length] = self._cache[:, last, :, :, :length]
+                self._cache[:, row, :, :, length : self._lengths[row]] = 0
                 self._slots[row], self._lengths[row] = self._slots[last], length
+            self._cache[:, last, :, :, :length] = 0
             self._slots.pop()
             self._lengths.pop()
 
@@ -255,7 +260,6 @@ class SlotState:
             return
         grown = -(-num_positions // _GROW_POSITIONS) * _GROW_POSITIONS
         shape = (len(self._decoder.layers), self._num_slots, self._num_kv_heads, 2, grown, self._head_size)
-        # Zeros, because masked positions are multiplied by zero and an uninitialised NaN would come through.
         cache = torch.zeros(shape, dtype=self._dtype)
         if self._num_positions:
             cache[..., : self._num_positions, :] = self._cache

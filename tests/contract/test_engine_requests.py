@@ -89,6 +89,26 @@ def test_logits_with_nan_fail_their_request_and_are_never_sampled(path):
     assert np.isfinite(well.logprobs).all()
 
 
+@PATHS
+@pytest.mark.parametrize("others", [0, 2])
+def test_what_a_failed_request_left_in_its_place_reaches_nobody_who_comes_after(path, others):
+    """Not who takes its row at once, nor who is moved into it: their masked positions would multiply NaN by zero."""
+    model = tiny_model("qwen3", tie_word_embeddings=False)
+    requests = [make_request("short", [5, 6, 7]), make_request("long", range(5, 45))]
+    expected = run(make_engine(model, fast_path=path), requests)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = torch.nan
+    engine = make_engine(model, fast_path=path)
+    for _ in range(2):
+        beside = [make_request(f"well {i}", [5 + i], seed=i, max_new_tokens=2) for i in range(others)]
+        found = run(engine, [make_request("sick", [60] * 30), *beside])
+        assert [one.finish_reason for one in found] == ["failed"] + ["length"] * others
+        for before, after in zip(expected, run(engine, requests), strict=True):
+            assert (after.finish_reason, after.error) == ("length", None)
+            assert after.tokens.tolist() == before.tokens.tolist()
+            np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
+
+
 def test_a_request_id_in_flight_is_refused():
     contract.a_request_id_in_flight_is_refused(make_engine(tiny_model("qwen3")))
 
