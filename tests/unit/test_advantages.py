@@ -89,6 +89,13 @@ def test_group_advantages_are_the_formulas(kind):
     assert got == pytest.approx([expected[g][i] for i in range(4) for g in ("a", "b")], rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.25, 0.5, 1.0]])
+def test_the_smallest_groups_have_the_formulas_advantages_too(kind, rewards):
+    got = scalar_advantages(prepare(make_group(rewards), AlgorithmConfig(group_size=len(rewards), advantage=kind)))
+    assert got == pytest.approx(naive_group(kind, rewards), rel=1e-6)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8), st.sampled_from(GROUP_ADVANTAGES))
 def test_group_advantages_sum_to_zero(rewards, kind):
@@ -296,12 +303,16 @@ def test_kl_in_the_reward_is_k1_summed_over_the_rollout():
 
 
 def test_kl_in_the_reward_is_per_token_for_reinforce_pp_and_bounded():
-    rollouts = make_group([1.0, 1.0], lengths=[2, 1])
+    """Returns of five different values: whitening makes any two-valued ones equal, with the KL or without it."""
+    rollouts = make_group([1.0, 0.5], lengths=[3, 2])
     kl = KlConfig(place="reward", estimator="k1", coefficient=0.01)
     config = AlgorithmConfig(group_size=2, advantage="reinforce_pp", gamma=0.5, kl=kl)
-    prepared = prepare(rollouts, config, live=scores(rollouts, -1.0), reference=scores(rollouts, -1000.0))
-    last = 1.0 - 0.01 * 20
-    returns = [-0.01 * 20 + 0.5 * last, last, last]
+    reference = scores(rollouts[:1], -1000.0) | scores(rollouts[1:], -1.5)
+    prepared = prepare(rollouts, config, live=scores(rollouts, -1.0), reference=reference)
+    far, near = 0.01 * 20, 0.01 * 0.5  # l_v − l_ref = 999 is bounded, 0.5 is not
+    third, fifth = 1.0 - far, 0.5 - near
+    second, fourth = -far + 0.5 * third, -near + 0.5 * fifth
+    returns = [-far + 0.5 * second, second, third, fourth, fifth]
     mean, std = statistics.fmean(returns), statistics.stdev(returns)
     got = np.concatenate([i.advantages[i.loss_mask] for i in prepared.items])
     np.testing.assert_allclose(got, [(r - mean) / std for r in returns], rtol=1e-5)
@@ -318,6 +329,25 @@ def test_distill_is_the_teacher_minus_the_anchor_and_needs_no_reward(bypass):
     if not bypass:
         with pytest.raises(ValueError, match="need live log-probs"):
             prepare(rollouts, config, teacher=teacher)
+
+
+def test_the_distance_to_the_teacher_is_the_mean_over_tokens_that_count():
+    """4 tokens at 1 nat and 1 at 3, of which a masked sample's are none; not the mean of the rollouts' means."""
+    rollouts = make_group([None] * 3, lengths=[4, 1, 9], statuses=["finished", "finished", "aborted"])
+    teacher = scores(rollouts[:1], -2.0) | scores(rollouts[1:], -4.0)
+    config = AlgorithmConfig(group_size=3, advantage="distill")
+    metrics = prepare(rollouts, config, teacher=teacher, live=scores(rollouts, -1.0)).metrics
+    assert metrics["teacher_kl/mean"] == pytest.approx((4 * 1.0 + 1 * 3.0) / 5)
+    nothing = make_group([None] * 3, statuses=["aborted"] * 3)
+    assert "teacher_kl/mean" not in prepare(nothing, config, teacher={}, live={}).metrics
+
+
+def test_what_is_masked_whole_needs_neither_anchor_nor_reference():
+    rollouts = make_group([1.0, 0.0, 0.5], statuses=["finished", "finished", "aborted"])
+    config = AlgorithmConfig(group_size=3, kl=KlConfig(place="loss", coefficient=0.1))
+    seen = rollouts[:2]
+    items = prepare(rollouts, config, live=scores(seen, -2.0), reference=scores(seen, -3.0)).items
+    assert [i.old_logprobs is None for i in items] == [i.ref_logprobs is None for i in items] == [False, False, True]
 
 
 def test_anchor_and_reference_reach_the_items():

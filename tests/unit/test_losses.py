@@ -110,6 +110,15 @@ def test_cispo_clips_the_weight_and_never_the_gradient():
     torch.testing.assert_close(live.grad, -r * advantages)
 
 
+def test_cispo_marks_each_weight_that_it_clips_whatever_the_advantage():
+    raw = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 3.0])
+    for advantage in (1.0, -1.0):
+        result = losses.cispo(raw.log(), torch.zeros(7), torch.full((7,), advantage), **CLIP)
+        torch.testing.assert_close(result.ratio, raw)
+        assert result.clipped_low.tolist() == [True, True, False, False, False, False, False]
+        assert result.clipped_high.tolist() == [False, False, False, False, False, True, True]
+
+
 def test_reinforce_and_sft_are_weighted_log_likelihoods():
     live, old, advantages = random_case(6)
     live.requires_grad_()
