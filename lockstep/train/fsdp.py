@@ -263,7 +263,7 @@ def _check_items(items: Seq[TrainSequence]) -> None:
         seen.add(name)
         if bool((item.loss_mask & ~item.sequence.loss_mask).any()):
             raise ValueError(f"sequence {name}: its loss mask counts tokens that no policy sampled")
-    if len({item.ref_logprobs is None for item in items}) > 1:
+    if len({item.ref_logprobs is None for item in items if item.loss_mask.any()}) > 1:  # masked whole: needs none
         raise ValueError("some sequences of the batch have reference log-probs and some have none")
 
 

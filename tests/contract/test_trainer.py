@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config.schema import AlgorithmConfig, RandomModel, TrainerConfig
+from lockstep.config.schema import AlgorithmConfig, KlConfig, RandomModel, TrainerConfig
 from lockstep.interfaces import LossOutput, LossTokens
 from lockstep.model.load import ModelError, load_model
 from lockstep.records import NOT_SAMPLED, Batch, Sequence, TrainSequence
@@ -167,6 +167,24 @@ def test_masked_samples_leave_the_denominator_but_keep_their_logprobs() -> None:
     assert output.loss == pytest.approx(expected.loss, rel=1e-5)
     assert_close(gradients(subject), gradients(without))
     assert np.isfinite(output.logprobs["0/0"][masked.sequence.loss_mask]).all()
+
+
+def test_a_reference_is_needed_by_all_that_count_and_by_nothing_else() -> None:
+    """An aborted sample comes without reference log-probs, and the step goes on with the others."""
+    objective = PolicyObjective(AlgorithmConfig(kl=KlConfig(place="loss", coefficient=0.5)))
+    data = [
+        replace(item, ref_logprobs=np.full(len(item.advantages), -3, dtype=np.float32))
+        for item in batch(groups=2).items
+    ]
+    masked = replace(data[1], loss_mask=np.zeros_like(data[1].loss_mask), ref_logprobs=None)
+    subject, without = trainer(), trainer()
+    output = subject.forward_backward(Batch((data[0], masked, *data[2:])), objective)
+    expected = without.forward_backward(Batch((data[0], *data[2:])), objective)
+    assert output.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
+    assert_close(gradients(subject), gradients(without))
+    with pytest.raises(ValueError, match="some have none"):
+        trainer().forward_backward(Batch((data[0], replace(data[1], ref_logprobs=None))), objective)
 
 
 def test_denominator_overrides_replace_the_counts() -> None:
