@@ -223,6 +223,10 @@ def test_argmax_agreement_leaves_out_unknown_positions():
     values, mask = torch.full((4,), -1.0), torch.ones(4, dtype=torch.bool)
     got = measure(values, values, mask, train_top1=torch.tensor([5, 6, 7, -1]), rollout_top1=torch.tensor([5, 9, 7, 3]))
     assert got.metrics["argmax_agree"] == pytest.approx(2 / 3)
+    zeros = measure(
+        values, values, mask, train_top1=torch.tensor([0, 0, 4, 0]), rollout_top1=torch.tensor([0, 3, 0, -1])
+    )
+    assert zeros.metrics["argmax_agree"] == pytest.approx(1 / 3)  # token 0 is a token
     with pytest.raises(ValueError, match="belong together"):
         measure(values, values, mask, train_top1=torch.tensor([5, 6, 7, -1]))
 
@@ -240,6 +244,33 @@ def test_route_agreement_compares_sets_per_token_and_layer():
     routes = got.buckets["routes"]
     assert {k: b.num_tokens for k, b in routes.items()} == {"equal": 2, "flipped": 1, "unknown": 1}
     assert routes["flipped"].abs_diff_mean == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.uint8, np.uint16, np.int64])
+def test_routes_of_any_type_are_compared_layer_by_layer(dtype):
+    """Against loops, with more layers than experts per token, expert 0 among them, and ids that are not known."""
+    rng = np.random.default_rng(11)
+    missing = np.iinfo(dtype).max if np.dtype(dtype).kind == "u" else -1
+    sides = np.stack([np.stack([rng.permutation(4)[:2] for _ in range(120)]).reshape(40, 3, 2) for _ in range(2)])
+    sides[1][:20] = sides[0][:20, :, ::-1]  # half of the tokens agree, in another order
+    lost = rng.random((2, 40, 3)) < 0.2
+    lost[0, 7] = True
+    sides = np.where(lost[..., None], missing, sides).astype(dtype)
+    agree = known = 0
+    labels = []
+    for token in range(40):
+        equal = [
+            set(sides[0, token, layer].tolist()) == set(sides[1, token, layer].tolist())
+            for layer in range(3)
+            if not lost[:, token, layer].any()
+        ]
+        agree, known = agree + sum(equal), known + len(equal)
+        labels.append("unknown" if not equal else "equal" if all(equal) else "flipped")
+    values = torch.full((40,), -1.0)
+    got = measure(values, values, torch.ones(40), train_routes=sides[0], rollout_routes=sides[1])
+    assert got.metrics["route_agree"] == pytest.approx(agree / known)
+    assert {k: b.num_tokens for k, b in got.buckets["routes"].items()} == {k: labels.count(k) for k in set(labels)}
+    assert set(labels) == {"unknown", "equal", "flipped"}
 
 
 def test_buckets_partition_the_tokens_and_find_the_place():

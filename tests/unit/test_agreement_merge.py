@@ -149,6 +149,42 @@ def test_a_non_finite_token_of_any_part_survives_as_the_worst():
         assert (merged.worst.sequence, merged.worst.column) == (0, 1)
 
 
+def test_a_part_that_is_not_finite_anywhere_is_merged():
+    """A rank whose weights are NaN has no finite token to show, and must not vanish among the healthy ones."""
+    values, mask = torch.tensor([-1.0, -2.0]), torch.ones(2)
+    healthy, broken = measure(values, values, mask).partial, measure(values * math.nan, values, mask).partial
+    for parts in ([healthy, broken], [broken, healthy], [broken]):
+        merged = finish(merge(parts))
+        assert (merged.num_nonfinite, merged.num_tokens) == (2, 2 * (len(parts) - 1))
+        assert not merged.unjudged
+        assert merged.worst is not None
+        assert math.isnan(merged.worst.train)
+
+
+def test_agreeing_argmax_and_routes_are_pooled_over_the_parts_that_know_them():
+    values, mask = torch.full((3,), -1.0), torch.ones(3)
+    one = measure(values, values, mask, train_top1=torch.tensor([1, 2, 3]), rollout_top1=torch.tensor([1, 2, 4]))
+    routes = torch.tensor([[[0, 1]], [[2, 3]], [[4, 5]]])
+    other = measure(
+        values, values, mask,
+        train_top1=torch.tensor([1, 1, -1]), rollout_top1=torch.tensor([1, 1, 1]),
+        train_routes=routes, rollout_routes=routes.flip(0),
+    )  # fmt: skip
+    silent = measure(values, values, mask)
+    merged = finish(merge([one.partial, silent.partial, other.partial])).metrics
+    assert merged["argmax_agree"] == pytest.approx(4 / 5)
+    assert merged["route_agree"] == pytest.approx(1 / 3)
+
+
+def test_rejected_tokens_are_told_only_if_every_part_tells_them():
+    values, mask = torch.tensor([-1.0, -2.0]), torch.ones(2)
+    told, silent = measure(values, values, mask, rejected=torch.tensor([1, 0])), measure(values, values, mask)
+    nothing = measure(values, values, torch.zeros(2))
+    assert finish(merge([told.partial, told.partial])).num_rejected == 2
+    assert finish(merge([told.partial, silent.partial])).num_rejected is None
+    assert finish(merge([told.partial, nothing.partial])).num_rejected == 1
+
+
 def test_the_worst_tokens_are_the_largest_differences_in_order():
     rng = np.random.default_rng(0)
     values = torch.tensor(rng.standard_normal(500))

@@ -88,6 +88,42 @@ def test_single_odd_steps_are_no_drift_and_neither_is_agreement_that_gets_better
     )
 
 
+def test_a_drift_is_judged_after_a_whole_baseline_and_a_whole_window_and_at_a_value_that_is_off() -> None:
+    values = [0.01, 0.01, 0.1, 0.1, 0.1, 0.1]
+    assert statuses(gate(baseline_steps=2, window=6), values) == [*["pass"] * 5, "stop"], "six judged steps"
+    assert statuses(gate(baseline_steps=2, window=3), values) == [*["pass"] * 3, "stop", "stop", "stop"]
+    values = [0.01, 0.01, 0.01, 0.01, 0.1, 0.1]
+    assert statuses(gate(baseline_steps=6, window=1), values) == [*["pass"] * 5, "stop"], "a baseline of six steps"
+    assert statuses(gate(), [0.01] * 8 + [0.1] * 3 + [0.01]) == ["pass"] * 12
+    assert statuses(gate(action="warn"), [0.01] * 8 + [0.1] * 8 + [0.01])[-2:] == ["warn", "pass"], "it is back"
+    four = [0.25] * 8 + [1.0] * 8  # four times the baseline, and not above it
+    assert set(statuses(gate(bound=9.0), [*four, 2.0])) == {"pass"}
+    assert statuses(gate(bound=9.0), [*four, *[2.0] * 5, 1.0])[-2:] == ["stop", "pass"]
+
+
+def test_a_breach_on_top_of_a_drift_is_a_failure() -> None:
+    judge = gate(action="warn", breaches=8)
+    statuses(judge, [0.01] * 8 + [0.1] * 8)
+    verdict = judge.judge(agreement(1.2), 17)
+    assert verdict.status == "warn"
+    stopping = gate(breaches=8)
+    stopping.load_state(judge.state() | {"histories": {"abs_diff/mean": {"first": [0.01] * 8, "recent": [0.1] * 8}}})
+    assert stopping.judge(agreement(1.2), 17).status == "stop"
+    healthy = gate(breaches=8)
+    healthy.load_state(judge.state() | {"histories": {"abs_diff/mean": {"first": [0.01] * 8, "recent": [0.01] * 8}}})
+    assert healthy.judge(agreement(1.2), 17).status == "warn"
+
+
+def test_a_value_at_the_bound_is_no_breach_that_counts_later() -> None:
+    assert statuses(gate(), [1.0, 1.2, 1.0, 1.2]) == ["pass", "warn", "pass", "stop"]
+
+
+def test_a_drift_is_never_far_so_a_correction_that_is_on_stays() -> None:
+    judge = gate(action="correct", correction=TIS, breaches=1)
+    assert statuses(judge, [1.5] + [0.01] * 7)[0] == "correct"
+    assert statuses(judge, [0.1] * 8)[-1] == "correct"
+
+
 def test_first_steps_that_agree_bit_for_bit_are_no_baseline_for_a_drift() -> None:
     judge = gate()
     assert set(statuses(judge, [0.0] * 8 + [1e-6] * 16)) == {"pass"}
@@ -114,6 +150,12 @@ def test_several_metrics_are_bounded_at_once_and_the_worst_decides() -> None:
     judge = two_metrics()
     assert judge.judge(agreement(1.2, k3=0.05), 1).status == "warn"
     assert judge.judge(agreement(0.5, k3=0.12), 2).status == "warn", "breaches of different metrics don't add up"
+
+
+def test_of_several_metrics_at_the_same_level_the_larger_share_of_its_bound_decides() -> None:
+    assert two_metrics().judge(agreement(1.2, k3=0.19), 1).metric == "k3"
+    assert two_metrics().judge(agreement(1.9, k3=0.12), 1).metric == "abs_diff/mean"
+    assert two_metrics().judge(agreement(3.0, k3=0.9), 1).metric == "k3"
 
 
 def test_a_bound_that_was_not_shown_here_says_so() -> None:
