@@ -29,7 +29,7 @@ def check(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What both sides compute in.")] = "float32",
     bound: Annotated[
         float | None,
-        typer.Option(min=0, help="On the mean difference of log-probs; default 1e-5 in float32, 0.1 in bfloat16."),
+        typer.Option(min=0, help="On the mean difference of log-probs; default 1e-4 in float32, 0.1 in bfloat16."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the probe tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,

@@ -40,8 +40,12 @@ from lockstep.refit.transports import make_transport, whole_tensors
 from lockstep.refit.verify import claim_loaded
 from lockstep.rollout.vllm_folder import write_model_folder
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 0.1}
-"""Default bound on the mean difference of log-probs: float32 rounding is 1e-7 to 1e-6; bfloat16's is hundredths."""
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
+"""Default bound on the mean difference of log-probs from transformers' forward. Float32 rounding is 1e-7 in a random
+model of a few layers, and 1e-5 in a trained one of thirty: random tokens have log-probs of −16 there, and any two
+orders of summation, transformers' own among them, differ by that much. bfloat16's is hundredths."""
+DISK_BOUNDS = {"float32": 1e-5, "bfloat16": 0.1}
+"""The same from an engine loaded from disk: one program on both sides, so mostly no difference at all."""
 MAX_CONTEXT = 512
 UNPUBLISHED = ("inkling_text",)
 """Published only with towers for pictures and sound: transformers reads the text model alone under module names."""
@@ -120,6 +124,7 @@ def check_refit(
     model = load_model(source, torch_dtype(dtype))
     config: Any = model.config.get_text_config()
     context = min(getattr(config, "max_position_embeddings", None) or MAX_CONTEXT, MAX_CONTEXT)
+    disk_bound = DISK_BOUNDS[dtype] if bound is None else bound
     bound = BOUNDS[dtype] if bound is None else bound
     probes = make_probes(
         lambda sequences: _own_scores(model, sequences, dtype),
@@ -143,7 +148,7 @@ def check_refit(
             sets = {"other": OtherWeights(ModelWeights(model, version=1)), "model's": ModelWeights(model, version=2)}
             for index, (words, weights) in enumerate(sets.items()):
                 folder = _folder(model, weights, Path(temporary) / f"weights-{index}")
-                disk = _Disk(lambda folder=folder: start_subject(engine, folder, weights=True, **options), probes)
+                disk = _Disk(lambda folder=folder: start_subject(engine, folder, weights=True, **options), disk_bound)
                 round_ = _round(words, model, weights, subject, disk, probes, bound, dtype, plain_push)
                 disk.close()
                 rounds.append(round_)
@@ -174,8 +179,12 @@ def _round(
     behaves.before()
     refused, claims = "", ()
     if plain_push:
-        subject.push_plain(weights)
-        claims = _after_plain_push(weights, subject, behaves)
+        try:
+            subject.push_plain(weights)
+        except Exception as error:  # what a loader says to names that it does not know is its own affair
+            refused = f"the engine's own loader refuses these names: {type(error).__name__}: {error}"
+        else:
+            claims = _after_plain_push(weights, subject, behaves)
     else:
         try:
             transport = make_transport("local")
@@ -183,7 +192,7 @@ def _round(
         except RefitError as error:
             refused, claims = ("", error.receipt.claims) if error.receipt else (str(error), ())
     failed = bool(refused) or any(claim.status == "failed" for claim in claims)
-    fitting = fitting_bound(bound, behaves.measured.power if behaves.measured else None)
+    fitting = fitting_bound(disk.bound, behaves.measured.power if behaves.measured else None)
     claims = (*claims, _claim_disk(subject, disk, probes, fitting, refused, failed and not plain_push))
     first = None
     if not refused and any(claim.status == "failed" for claim in claims):
@@ -207,8 +216,8 @@ def _after_plain_push(weights: WeightSource, subject: Subject, behaves: Behaviou
 class _Disk:
     """A fresh engine loaded from disk, started when it is first needed; its scores are kept."""
 
-    def __init__(self, start: Callable[[], Subject], probes: Probes) -> None:
-        self._start, self._probes = start, probes
+    def __init__(self, start: Callable[[], Subject], bound: float) -> None:
+        self._start, self.bound = start, bound
         self._subject: Subject | None = None
 
     def subject(self) -> Subject:
@@ -313,4 +322,8 @@ def _verdict(result: CheckResult) -> str:
         return f"{what}: every claim held, twice, with different weights"
     if result.first is not None:
         return f"{what}: FAILED. First module whose output differs: {result.first.text()}"
-    return f"{what}: FAILED. See the claims; no module's output differs from that of the disk-loaded engine"
+    if any(one.refused for one in result.rounds):
+        return f"{what}: REFUSED. See why above"
+    if any(claim.status == "failed" for one in result.rounds for claim in one.claims):
+        return f"{what}: FAILED. See the claims; no module's output differs from that of the disk-loaded engine"
+    return f"{what}: NOT PROVED. Nothing was found wrong in what could be looked at; see what was not checked"

@@ -16,6 +16,7 @@ from lockstep.config.schema import PathModel, RandomModel
 from lockstep.driver.refit_commands import named_model
 from lockstep.model.load import ModelError, load_model
 from lockstep.model.tiny import tiny_names, tiny_source
+from lockstep.records import Claim
 from lockstep.refit.check import as_text, check_refit
 from lockstep.rollout.receiver import TorchReceiver
 
@@ -73,6 +74,42 @@ def test_a_model_that_transformers_cannot_compute_is_reported_and_no_traceback(
     code, text = command(capsys, "tiny-deepseek-v4", "--dtype", "bfloat16")
     assert code == 1
     assert "can't score at all" in text
+    assert "NOT PROVED. Nothing was found wrong in what could be looked at" in text
+
+
+@pytest.mark.slow
+def test_a_trained_model_passes_although_its_rounding_is_coarser_than_a_random_ones() -> None:
+    """Thirty layers, random tokens of log-prob −16: transformers' own float32 forward is 8e-6 from the exact sum."""
+    result = check_refit(named_model("quickstart"), "torch", name="quickstart")
+    assert result.ok, as_text(result)
+    for one in result.rounds:
+        assert one.measured is not None
+        assert one.measured.power is not None
+        assert one.measured.power > 1
+
+
+def test_an_engine_that_equals_its_twin_from_disk_only_to_the_trainers_bound_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two programs may differ by rounding, one program hardly: what is between the two bounds is a fault."""
+    original = TorchReceiver.receive
+
+    def receive(self: TorchReceiver, tensors: Any) -> None:
+        original(self, tensors)
+        for name, tensor in self.live():
+            if name == "model.norm.weight":
+                tensor.mul_(1 + 1e-4)
+
+    monkeypatch.setattr(TorchReceiver, "receive", receive)
+    monkeypatch.setattr("lockstep.refit.transaction.claim_loaded", lambda *_: Claim("loaded", "held", "not looked at"))
+    result = check_refit(tiny("tiny-qwen3"), "torch")
+    claims = {claim.name: claim for claim in result.rounds[1].claims}
+    assert claims["behaves"].status == "held", claims["behaves"].detail
+    assert claims["disk"].status == "failed", claims["disk"].detail
+    measured = result.rounds[1].measured
+    assert measured is not None
+    assert min(measured.prefill_mean, measured.decode_mean) > 1e-5
+    assert not result.ok
 
 
 def test_a_folder_that_transformers_cannot_compute_is_bad_usage(tmp_path: Path) -> None:
@@ -94,6 +131,21 @@ def test_a_plain_push_without_a_manifest_is_found_by_the_first_module_that_kept_
         assert "experts" in claims["loaded"].detail
         assert claims["covered"].status == "not checked"
     assert "First module whose output differs: model.layers.0.mlp.experts" in as_text(result)
+
+
+def test_a_loader_that_refuses_a_plain_push_is_reported_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's of DeepSeek-V3 does: KeyError, of a fused stack's name."""
+
+    def refuses(self: torch.nn.Module, tensors: Any, strict: bool = True) -> None:
+        raise KeyError("layers.1.mlp.experts.gate_up_proj")
+
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuses)
+    code, out = command(capsys, "tiny-deepseek-v3", "--plain-push")
+    assert code == 1
+    assert out.count("the engine's own loader refuses these names: KeyError: 'layers.1.mlp.experts.gate_up_proj'") == 2
+    assert "REFUSED. See why above" in out
 
 
 def test_a_dense_model_survives_a_plain_push() -> None:
