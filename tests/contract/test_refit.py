@@ -235,6 +235,7 @@ def test_a_copy_after_sharing_leaves_the_trainers_weights_alone() -> None:
     trainer, engine = make_pair("llama")
     refit(trainer, engine, "shared")
     before = {name: tensor.clone() for name, _, _, tensor in trainer.weights().shards()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.receiver().live() if name in before)
     receipt = run_refit(OtherWeights(trainer.weights()), engine.receiver(), make_transport("local"), verify=True)
     assert not receipt.failed
     assert all(torch.equal(tensor, before[name]) for name, _, _, tensor in trainer.weights().shards())
