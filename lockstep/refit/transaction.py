@@ -87,13 +87,7 @@ def run_refit(
     were checked, not before. Without ``verify`` the claims are recorded as not checked. ``behaves`` scores probes on
     both sides after the commit; None leaves that claim to the gate.
     """
-    try:
-        source = named_for(source, receiver.naming)
-        source = quantised_for(source, receiver.quantisation)
-    except NameMapError as error:
-        raise RefitError(f"refit refused, names can't be translated to the engine's: {error}") from error
-    except QuantisationError as error:
-        raise RefitError(f"refit refused, the weights can't be quantised for the engine: {error}") from error
+    source = _as_the_engine_reads(source, receiver)
     manifest = source.manifest()
     clock = _PhaseClock()
     try:
@@ -139,6 +133,16 @@ def run_refit(
         what = f"refit to version {manifest.version} could not be resumed from: {error}{beside}"
         raise RefitError(what, receipt) from error
     return receipt
+
+
+def _as_the_engine_reads(source: WeightSource, receiver: WeightReceiver) -> WeightSource:
+    """The source under the engine's names and in its quantisation. Raises RefitError where there is no such thing."""
+    try:
+        return quantised_for(named_for(source, receiver.naming), receiver.quantisation)
+    except NameMapError as error:
+        raise RefitError(f"refit refused, names can't be translated to the engine's: {error}") from error
+    except QuantisationError as error:
+        raise RefitError(f"refit refused, the weights can't be quantised for the engine: {error}") from error
 
 
 def _aborted(receiver: WeightReceiver, reason: str) -> str:
