@@ -124,6 +124,11 @@ def refit_metrics(receipt: Receipt) -> Row:
     }
 
 
+def _claims(row: Row) -> str:
+    held = row.get("refit/claims_held")
+    return f", {held} claim{'' if held == 1 else 's'} held" if held else ""
+
+
 STYLES = {"pass": "green", "warn": "yellow", "correct": "yellow", "stop": "bold red", "unjudged": "yellow"}
 
 
@@ -148,7 +153,7 @@ def step_line(row: Row, num_steps: int) -> str:
             *(["[yellow]nothing learned[/yellow]"] if "idle/why" in row else []),
             *shown("throughput/generated_tokens_per_s", "sampled {:.0f} tok/s"),
             *shown("throughput/trained_tokens_per_s", "trained {:.0f} tok/s"),
-            *shown("time/refit_s", "refit {:.2f} s"),
+            *(one + _claims(row) for one in shown("time/refit_s", "refit {:.2f} s")),
             *shown("time/step_s", "{:.1f} s"),
         ]
     )

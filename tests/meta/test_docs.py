@@ -168,6 +168,8 @@ def test_a_quoted_step_line_is_what_the_code_prints(page: str, line: str) -> Non
         name, _, rest = piece.partition(" ")
         if name in ROW_KEYS:
             row[ROW_KEYS[name]] = float(rest.split()[0])
+            if claims := re.search(r", (\d+) claims? held", rest):
+                row["refit/claims_held"] = int(claims[1])
         elif "(bound " in piece:
             row |= {"verdict/status": name, "agreement/bound": float(rest[len("(bound ") : -1])}
         elif rest == "s":

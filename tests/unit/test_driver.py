@@ -20,6 +20,7 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.rows import (
     duplicate_share,
     over_optimizer_steps,
+    refit_metrics,
     rollout_metrics,
     step_line,
     time_metrics,
@@ -28,7 +29,8 @@ from lockstep.driver.rows import (
 from lockstep.driver.scoring import self_agreement, split_for_optimizer
 from lockstep.interfaces import LogProbs
 from lockstep.parity.attribute import Factor, Scores, attribute
-from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
+from lockstep.records import Claim, Problem, Rollout, Score, Sequence, TrainSequence
+from lockstep.refit.transaction import Receipt
 
 
 def make_rollout(rollout_id: str, tokens: list[int], score: Score, group_id: str = "g") -> Rollout:
@@ -126,6 +128,23 @@ def test_the_step_line_shows_the_verdict_even_when_nothing_was_measured() -> Non
     )
     assert "agreement not measured" in line
     assert "unjudged" in line
+
+
+@pytest.mark.parametrize(
+    ("statuses", "shown"),
+    [
+        (("held", "not checked", "held", "not checked", "held"), "refit 0.78 s, 3 claims held"),
+        (("not checked", "held", "not checked", "not checked", "not checked"), "refit 0.78 s, 1 claim held"),
+        (("not checked",) * 5, "refit 0.78 s"),
+    ],
+)
+def test_the_step_line_shows_how_many_claims_of_the_refit_held(statuses: tuple[Any, ...], shown: str) -> None:
+    names = ("covered", "transported", "loaded", "derived", "behaves")
+    claims = tuple(Claim(name, status, "why") for name, status in zip(names, statuses, strict=True))
+    receipt = Receipt(1, "local", 2, 0, 10, 0.1, 0.1, 0.1, 0.1, claims)
+    row: dict[str, Any] = {"step": 1, "verdict/status": "pass", "agreement/metric": "x", "agreement/bound": 0.1}
+    pieces = step_line(row | {"time/refit_s": 0.78} | refit_metrics(receipt), 5).split(" · ")
+    assert pieces[-1] == shown
 
 
 def test_the_trainer_is_held_against_itself_where_a_rollout_has_no_sequence() -> None:
