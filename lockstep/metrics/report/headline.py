@@ -149,15 +149,15 @@ def refit_table(run: RunData) -> dict[str, object]:
         summary += f" The last {MAX_RECEIPTS} are listed."
     rows = [{"cells": _receipt_cells(receipt), "claims": _claims(receipt)} for receipt in run.refits[-MAX_RECEIPTS:]]
     columns = [("step", True, None), ("version", True, None), ("weights", False, None), ("transport", False, None),
-               ("bytes", True, "bytes"), ("time", True, "s"), ("GB/s", True, None),
+               ("bytes", True, "bytes"), ("time", True, "s"), ("transfer GB/s", True, None),
                ("power", True, None), ("noise", True, None), ("coverage", True, None)]  # fmt: skip
     return {"columns": columns, "rows": rows, "summary": summary}
 
 
 def _receipt_cells(receipt: Row) -> list[object]:
     num_bytes = number(receipt.get("transferred_bytes"))
-    seconds = _seconds(receipt)
-    rate = num_bytes / seconds / 1e9 if num_bytes and seconds else None
+    seconds, transfer_s = _seconds(receipt), number(receipt.get("transfer_s"))
+    rate = num_bytes / transfer_s / 1e9 if num_bytes and transfer_s else None  # not of the proof, which moves nothing
     transport = receipt.get("transport")
     weights, probes = receipt.get("weights"), receipt.get("probes")
     shown = [number(probes.get(name)) if isinstance(probes, dict) else None for name in ("power", "noise", "coverage")]
