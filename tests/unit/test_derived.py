@@ -6,7 +6,9 @@ without its entry first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from lockstep.refit.derived import (
     equal_bits,
     named,
 )
+from lockstep.refit.derived_vllm import registry
 
 
 class Dequantised(torch.nn.Module):
@@ -129,7 +132,7 @@ def test_entries_run_by_phase_and_order_and_refuse_by_name() -> None:
 
         return states
 
-    registry = Registry(
+    ordered = Registry(
         [
             entry(noting("late"), "late", 9),
             entry(noting("early"), "early", 1),
@@ -139,16 +142,40 @@ def test_entries_run_by_phase_and_order_and_refuse_by_name() -> None:
             RefusalEntry("other", "weights", lambda engine: None),
         ]
     )
-    registry.before_plan(None)
-    registry.before_load(None)
-    registry.after_load(None)
+    ordered.before_plan(None)
+    ordered.before_load(None)
+    ordered.after_load(None)
     assert ran == ["map", "kernel", "early", "late"]
-    assert registry.refusals(None) == ("backend: not this one",)
-    assert registry.without("backend", "late").refusals(None) == ()
+    assert ordered.refusals(None) == ("backend: not this one",)
+    assert ordered.without("backend", "late").refusals(None) == ()
     with pytest.raises(KeyError, match="no derived-state entry"):
-        registry.without("lat")
+        ordered.without("lat")
     with pytest.raises(ValueError, match="of one name"):
         Registry([entry(copies), entry(copies)])
+
+
+class PostProcessed(torch.nn.Linear):
+    """A model with a step of its own after loading."""
+
+    def process_weights_after_loading(self) -> None:
+        """Whatever it derives."""
+
+
+def test_a_model_that_derives_as_a_whole_is_refused_by_name() -> None:
+    (refusal,) = registry().refusals(PostProcessed(2, 2))
+    assert refusal.startswith("model_post_load: PostProcessed post-processes its weights as a whole after loading")
+    assert registry().without("model_post_load").refusals(PostProcessed(2, 2)) == ()
+    assert registry().refusals(torch.nn.Linear(2, 2)) == ()
+
+
+def test_the_documented_table_is_the_registry() -> None:
+    """Name and phase of each entry, in either direction."""
+    page = (Path(__file__).parents[2] / "docs" / "refit.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)` \| (before_plan|before_load|after_load|refuses) \|", page, re.MULTILINE)
+    entries = registry().entries
+    phases = {entry.name: "refuses" if isinstance(entry, RefusalEntry) else entry.phase for entry in entries}
+    assert dict(table) == phases
+    assert len(table) == len(entries)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20))
