@@ -154,3 +154,36 @@ def test_what_torchrun_counts_is_held_against_what_the_scheduler_is_asked_for(
 def test_a_step_on_fewer_nodes_than_the_job_is_held_against_its_own_number(tmp_path: Path) -> None:
     text = f"#SBATCH --nodes=4\nsrun --nodes=2 torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {SIZES}"
     assert "schedule-nodes" not in {finding.rule for finding in judged(tmp_path, text).findings}
+
+
+# --- engines that are elsewhere, or alone -----------------------------------------------------------------------------
+
+MILES = (
+    "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint Qwen/Qwen3-4B "
+    "--rollout-num-gpus-per-engine 2 --rollout-batch-size 8 --n-samples-per-prompt 8 "
+)
+
+
+@pytest.mark.parametrize(
+    "external", ["--rollout-external --rollout-external-engine-addrs a:1 b:2", "--rollout-external-engine-addrs a:1"]
+)
+def test_engines_that_run_elsewhere_take_no_devices_of_the_job(external: str, tmp_path: Path) -> None:
+    """They were refused for having none."""
+    verdict = judged(tmp_path, f"{MILES}{external}\n", "h200")
+    assert verdict.legal, verdict.findings
+    assert verdict.launch.job is not None
+    assert (verdict.launch.job.train_world, verdict.launch.job.engine) == (8, None)
+    assert any("elsewhere" in text for text in verdict.launch.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [("--rollout-num-gpus 4", (1, 4)), ("--rollout-num-gpus 16", (2, 8)), ("--colocate", (1, 8))],
+)
+def test_a_rollout_alone_has_its_own_devices_only(options: str, devices: tuple[int, int], tmp_path: Path) -> None:
+    """The trainer's were added, and the sum refused as more than a node has."""
+    verdict = judged(tmp_path, f"{MILES}--debug-rollout-only {options}\n", "h200")
+    assert verdict.legal, verdict.findings
+    assert verdict.launch.job is not None
+    assert verdict.launch.job.train is None
+    assert (verdict.launch.job.nodes, verdict.launch.job.gpus_per_node) == devices

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.records import DerivedReport
-from lockstep.refit.derived import DerivedStateError, Registry
+from lockstep.refit.derived import DerivedStateError, DerivedTensor, Registry, TensorEntry
 from lockstep.refit.derived_vllm import MXFP4_REFITTABLE, ScaleEntry, registry
 from lockstep.refit.transaction import Receipt, RefitError
 from lockstep.rollout.vllm_hooks import model_runner, served_model
@@ -326,6 +326,44 @@ def test_the_rocm_copy_of_wo_a_is_rebuilt_in_place_by_vllms_own_function() -> No
     assert (found.num_states, found.num_changed) == (1, 1)
     assert _get_cached_wo_a_bf16(wo_a, 2, 16, 32) is cached
     assert torch.equal(cached, wo_a.weight.detach().view(2, 16, 32).to(torch.bfloat16))
+
+
+def noting(receiver: Any, ran: list[tuple[str, bool, bool]]) -> Registry:
+    """The registry of a run with a stale state in every phase, which notes when it is looked at: whether the loader was
+    asked about the manifest, and whether a tensor has come."""
+
+    def entry(phase: Any) -> TensorEntry:
+        live = torch.zeros(1)
+
+        def states(_: Any) -> Iterator[DerivedTensor]:
+            ran.append((phase, receiver._plan is not None, bool(receiver._received)))
+            yield DerivedTensor(phase, live, live + 1)
+
+        return TensorEntry(f"noted_{phase}", phase, 99, "nothing", states)
+
+    return Registry([*registry().entries, *map(entry, ("before_plan", "before_load", "after_load"))])
+
+
+def test_every_phase_runs_in_its_place_and_is_in_the_receipt(engines: Any) -> None:
+    """One worker has no expert map that could be wrong. What counts here: its entry runs before the loader is asked,
+    which consults it, and after a wake too."""
+    engine = engines("qwen3_moe")
+    receiver = engine.receiver()
+    ran: list[tuple[str, bool, bool]] = []
+    receiver._plan, receiver._planned, receiver._received = None, (), set()
+    receiver._derived = noting(receiver, ran)
+    receipt = refit(engine, weights("qwen3_moe", 3), verify=False)
+    assert ran == [("before_plan", False, False), ("before_load", True, False), ("after_load", True, True)]
+    changed = {one.entry for one in receipt.derived if one.num_changed}
+    assert changed >= {"noted_before_plan", "noted_before_load", "noted_after_load"}
+    ran.clear()
+    engine.sleep(level=1)
+    engine.wake()
+    assert [phase for phase, _, _ in ran] == ["before_plan", "after_load"]
+    ran.clear()
+    stale = {one.entry for one in receiver.derived() if one.num_changed}
+    assert {phase for phase, _, _ in ran} == {"before_plan", "before_load", "after_load"}
+    assert stale == {"noted_before_plan", "noted_before_load", "noted_after_load"}
 
 
 def test_cache_scales_are_brought_back(engines: Any) -> None:
