@@ -28,6 +28,7 @@ from lockstep.hardware.allocator import bound_primitive_cache
 from lockstep.hardware.profile import choose, detect
 from lockstep.interfaces import Engine, Objective, Scorer, Task
 from lockstep.model.adapter import routers
+from lockstep.model.fitness import refuse_undecodable, refuse_unfit
 from lockstep.model.gguf_files import parsed_once
 from lockstep.model.load import ModelError, load_model, load_tokenizer, torch_dtype
 from lockstep.parity.gate import Gate
@@ -95,7 +96,9 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
             say(str(prove_gold(task, num_problems=NUM_GOLD_PROOFS, say=say)))
         with span("start/load"), parsed_once() if isinstance(config.model, GgufModel) else nullcontext():
             tokenizer = load_tokenizer(config.model)
-            model = load_model(config.model, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
+            model = _load(config.model, config, device)
+            if config.rollout.engine == "torch":
+                refuse_undecodable(model)
         if config.rollout.record_routes and not routers(model):
             raise ModelError(f"rollout.record_routes: {type(model).__name__} has no routers of experts; leave it out")
         with asyncio.Runner() as runner:
@@ -107,6 +110,13 @@ def assembled(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -
                 parts.transport.close()
     finally:
         task.close()
+
+
+def _load(source: ModelSource, config: RunConfig, device: str) -> Any:
+    """The model of ``source`` in the trainer's precision. Raises ModelError if it can't be loaded or is not causal."""
+    model = load_model(source, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
+    refuse_unfit(model)
+    return model
 
 
 def _connect(
@@ -212,7 +222,7 @@ def _scorer(
     if model is None:
         if source is None:
             return None
-        model = load_model(source, torch_dtype(config.trainer.dtype), device, head_dtype=config.head_dtype)
+        model = _load(source, config, device)
     return ReferenceScorer(
         model,
         temperature=config.rollout.temperature,

@@ -36,6 +36,8 @@ class SplitModel:
         # Heads of OPT and Bart call the body's decoder, past the body's own forward.
         self.body = body = getattr(body, "decoder", body)
         self.cache_argument = _cache_argument(body)
+        # Bamba's own default counts from 0 in every forward, whatever its cache holds.
+        self._forgets_positions = model.config.model_type == "bamba"
 
     def hidden(
         self,
@@ -58,6 +60,9 @@ class SplitModel:
             arguments["attention_mask"] = attention_mask
         if cache is not None:
             arguments[self.cache_argument] = cache
+            if position_ids is None and self._forgets_positions:
+                past = cache.get_seq_length()
+                arguments["position_ids"] = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
         return self.body(**arguments)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,12 @@ def use_float32_head(model: Any) -> None:
 
     Raises TypeError for a head that isn't a plain linear layer.
     """
-    head = model.lm_head
-    if type(head) not in (torch.nn.Linear, Float32Head):
-        raise TypeError(
-            f"head_dtype float32 needs a plain linear head; {type(model).__name__} has {type(head).__name__}"
-        )
-    head.__class__ = Float32Head
+    if not takes_float32_head(model):
+        kind = type(model.lm_head).__name__ if hasattr(model, "lm_head") else "none of that name"
+        raise TypeError(f"head_dtype float32 needs a plain linear layer as lm_head; {type(model).__name__} has {kind}")
+    model.lm_head.__class__ = Float32Head
+
+
+def takes_float32_head(model: Any) -> bool:
+    """Whether ``use_float32_head`` can do that: the head is a plain linear layer."""
+    return type(getattr(model, "lm_head", None)) in (torch.nn.Linear, Float32Head)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,8 +45,8 @@ def load_model(
     """A causal language model in evaluation mode with ``dtype`` weights; ``head_dtype`` as in ``RunConfig``.
 
     Parameters that the architecture declares as float32 only (router biases, hyper-connections, …) stay float32.
-    Raises ModelError if there is no such model or it would need code or a pickle, TypeError if ``head_dtype`` asks for
-    a float32 head and the model's is no plain linear layer.
+    Raises ModelError if there is no such model, it would need code or a pickle, or ``head_dtype`` asks for a float32
+    head and the model's is no plain linear layer.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -56,7 +58,10 @@ def load_model(
     else:
         model = _folder_model(source, dtype)
     if head_dtype == "float32":
-        use_float32_head(model)
+        try:
+            use_float32_head(model)
+        except TypeError as error:
+            raise ModelError(f"{error}; set head_dtype = model, or use an architecture with one, like qwen3") from error
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
@@ -67,9 +72,20 @@ def load_tokenizer(source: ModelSource) -> Any:
     if isinstance(source, RandomModel):
         return CharacterTokenizer()
     if isinstance(source, GgufModel):
-        path = gguf_path(source)
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return AutoTokenizer.from_pretrained(_folder(source), trust_remote_code=False, local_files_only=True)
+        where, place = gguf_path(source), "model"
+        with _told(f"{place}: {where}: no tokenizer can be read from it"):
+            tokenizer = AutoTokenizer.from_pretrained(where.parent, gguf_file=where.name)
+    else:
+        where, place = _folder(source), "model.path"
+        _configuration(where)  # what is wrong there comes first
+        with _told(f"{place}: {where}: no tokenizer can be read from it"):
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+    if not tokenizer.encode("What is 1 + 2?", add_special_tokens=False):  # what transformers makes of no files at all
+        raise ModelError(
+            f"{place}: {where}: its tokenizer gives no token for a text; a folder needs the tokenizer's files too, as "
+            "tokenizer.save_pretrained writes them"
+        )
+    return tokenizer
 
 
 def gguf_path(source: GgufModel) -> Path:
@@ -102,22 +118,56 @@ def _folder(source: PathModel) -> Path:
 
 
 def _folder_model(source: PathModel, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = _folder(source)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.path: {folder} has no .safetensors weights; pickled weights are never loaded")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = _configuration(folder)
     _refuse_other_than_causal(config, f"model.path: {folder}, a {config.model_type},")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    with _told(f"model.path: {folder}, a {config.model_type}, can't be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     return _filled(loaded, f"model.path: {folder}")
+
+
+def _configuration(folder: Path) -> Any:
+    """The folder's configuration, as transformers reads it. Of an unknown ``model_type`` its own text does not name the
+    folder, and proposes to run the checkpoint's code."""
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    where = f"model.path: {folder}/config.json"
+    with _told(f"{where} can't be read"):
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = fields.get("model_type") if isinstance(fields, dict) else None
+        if not isinstance(kind, str):
+            raise ModelError(f"{where} names no model_type; that of a transformers model does")
+        if kind not in CONFIG_MAPPING:
+            code = "; code that comes with a checkpoint is never run" if "auto_map" in fields else ""
+            near = _nearest(kind, CONFIG_MAPPING.keys())
+            raise ModelError(f"{where}: transformers {__version__} knows no model_type {kind!r}{near}{code}")
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Errors of transformers and of the readers below it as a ModelError that begins with ``what``."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    kinds = (ArithmeticError, AssertionError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except (*kinds, SafetensorError, StrictDataclassError) as error:
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _filled(loaded: tuple[Any, dict[str, Any]], where: str) -> Any:
@@ -155,9 +205,10 @@ def _gguf_model(source: GgufModel, dtype: torch.dtype) -> PreTrainedModel:
         options["quantization_config"] = GgufConfig(dequantize=True)
     except ImportError:
         pass
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True, **options
-    )
+    with _told(f"model: {path} can't be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True, **options
+        )
     model = _filled(loaded, f"model: {path}")
     # What remains of the quantised origin would make the model refuse training, casting and plain saving.
     model.config.__dict__.pop("quantization_config", None)

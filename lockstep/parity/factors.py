@@ -13,9 +13,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from lockstep.model.adapter import routers
+from lockstep.model.head import takes_float32_head
 from lockstep.parity.attribute import Factor
 from lockstep.parity.replay import Bench, Setting
+from lockstep.train.routing_replay import can_replay
 
 _LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 
@@ -68,8 +69,8 @@ def builtin_factors(bench: Bench) -> list[Factor]:
         (rollout.quantisation != "none", UNQUANTISED),
         (rollout.dtype != "float32", _rollout("engine-float32", "the engine computes in float32", dtype="float32")),
         (trainer.dtype != "float32", _trainer("trainer-float32", "the trainer computes in float32", dtype="float32")),
-        (has_bfloat16, FLOAT32_HEAD),
-        (bool(routers(bench.model)) and not trainer.routing_replay, ROUTING_REPLAY),
+        (has_bfloat16 and takes_float32_head(bench.model), FLOAT32_HEAD),
+        (not trainer.routing_replay and can_replay(bench.model), ROUTING_REPLAY),
     ]
     return [factor for applies, factor in candidates if applies]
 

@@ -43,6 +43,12 @@ MOST_OVER_BOUND = 10.0
 POWER_OVER_DIFFERENCE = 10.0
 """What stands for a bound where a stale engine would pass the given one."""
 
+_DECODING = (
+    "; decoding alone is off: in one forward the weights answer right, so it is the engine's cache, which is not exact "
+    "for this architecture or in this dtype, or what its decode path keeps of older weights. Use another architecture, "
+    "dtype or engine, or raise the bound if rounding explains it"
+)
+
 
 def fitting_bound(bound: float, power: float | None) -> float:
     """``bound``, or a tenth of the power where that does not exceed it: a stale engine differs by about the power."""
@@ -141,7 +147,8 @@ class Behaviour:
         )
         if max(m.prefill_mean, m.decode_mean) > m.bound:
             power = "unknown" if m.power is None else f"{m.power:.2g}"
-            return Claim("behaves", "failed", f"{shown}; power {power}, noise {m.noise:.2g}")
+            hint = _DECODING if m.prefill_mean <= m.bound else ""
+            return Claim("behaves", "failed", f"{shown}; power {power}, noise {m.noise:.2g}{hint}")
         if m.power is None:
             return Claim("behaves", "not checked", f"no power: {self._no_old}; {shown}")
         ratio = f"power {m.power:.2g}, noise {m.noise:.2g}"

@@ -191,6 +191,15 @@ def _hook(rule: Rule, ids: torch.Tensor) -> Callable[[Any, Any, Any], tuple[torc
     return replay
 
 
+def can_replay(model: torch.nn.Module) -> bool:
+    """Whether the experts of ``model``, if it has any, can be replayed."""
+    try:
+        RoutingReplay(model)
+    except ModelError:
+        return False
+    return True
+
+
 @torch.no_grad()
 def _prove(router: Any) -> None:
     """Hold the class' rule to the router's own scores on random states."""

@@ -45,7 +45,8 @@ class TokenLogProbs:
         self.inverse_temperature = 1.0 / temperature
         self.chunk_tokens = chunk_tokens
         self.linear = _is_plain_linear(split)
-        width = split.model.lm_head.weight.shape[0]  # pyright: ignore[reportAttributeAccessIssue]
+        # Heads of several layers (RoBERTa) know their last one.
+        width = split.model.get_output_embeddings().weight.shape[0]  # pyright: ignore
         if vocab_limit is not None and not 0 < vocab_limit <= width:
             raise ValueError(f"vocab_limit {vocab_limit}: the head has {width} rows")
         self.vocab_limit = vocab_limit
@@ -96,12 +97,14 @@ class TokenLogProbs:
 
 
 def _is_plain_linear(split: SplitModel) -> bool:
+    """Probes are small and large: a soft cap (Gemma 2) bends large logits alone."""
     head = split.model.lm_head
     if type(head) not in (torch.nn.Linear, Float32Head) or head.bias is not None:
         return False
     with torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
-        probe = torch.randn(4, head.in_features, generator=generator).to(head.weight)
+        sizes = torch.tensor([1.0, 30.0, 1e3, 3e4])
+        probe = (sizes[:, None] * torch.randn(4, head.in_features, generator=generator)).to(head.weight)
         expected = split.logits(probe)
         found = head(probe)
     return expected.shape == found.shape and torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=1e-5)

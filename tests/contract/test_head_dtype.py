@@ -71,6 +71,6 @@ def test_the_gradient_of_a_float32_head_reaches_bfloat16_weights() -> None:
 def test_a_head_that_is_no_plain_linear_layer_is_refused() -> None:
     model = load("model")
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(TypeError, match="plain linear head"):
+    with pytest.raises(TypeError, match="plain linear layer"):
         use_float32_head(model)
     assert not isinstance(model.lm_head, Float32Head)

@@ -506,6 +506,15 @@ def test_factors_are_chosen_by_name_and_unknown_ones_are_refused() -> None:
         choose_factors(available, ["bufers"])
 
 
+def test_a_factor_that_the_model_can_t_take_is_no_factor_of_its_run() -> None:
+    """Its error ended the search: a head of several layers, routers without a proved rule of replay."""
+    plain = {factor.name for factor in builtin_factors(make_bench("qwen3_moe", dtype="bfloat16"))}
+    assert plain >= {"float32-head", "routing-replay"}
+    odd = make_bench("gpt_oss", dtype="bfloat16")
+    odd.model.lm_head = torch.nn.Sequential(odd.model.lm_head)
+    assert plain - {factor.name for factor in builtin_factors(odd)} == {"float32-head", "routing-replay"}
+
+
 def test_an_environment_variable_is_set_only_while_both_sides_score(monkeypatch: Patch) -> None:
     monkeypatch.delenv("SEEN_HERE", raising=False)
     seen: list[str | None] = []

