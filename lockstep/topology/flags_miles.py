@@ -21,6 +21,8 @@ OWN: dict[str, Row] = {
     "--num-gpus-per-node": Row("launch.gpus_per_node", _CLUSTER, integer),
     "--rollout-num-gpus": Row("launch.rollout_gpus", _CLUSTER, integer),
     "--rollout-num-gpus-per-engine": Row("engine.gpus_per_engine", _CLUSTER, integer),
+    "--rollout-external": Row("launch.rollout_external", _CLUSTER),
+    "--rollout-external-engine-addrs": Row("launch.rollout_external", _CLUSTER, bool),
     "--colocate": Row("job.colocated", _CLUSTER),
     "--offload": Row("memory.offload_weights", _CLUSTER),
     "--offload-train": Row("memory.offload_weights", _CLUSTER),

@@ -80,6 +80,8 @@ def build_job(
     engine_only = program.project in ("vllm", "sglang") or "launch.foreign" in settings
     engine_only = engine_only or settings.get("launch.rollout_only", False)
     engine = _engine(program, settings, model)
+    if settings.get("launch.rollout_external"):
+        assumptions.append("the engines are started elsewhere (--rollout-external…): they are not judged")
     job = Job(
         name=f"{program.name}, line {program.line}",
         model=shape,
@@ -184,7 +186,7 @@ def _memory(program: Program, settings: Settings) -> TrainMemory:
 
 
 def _engine(program: Program, settings: Settings, model: KnownModel | None) -> EngineLayout | None:
-    if program.project == "megatron" or settings.get("launch.train_only"):
+    if program.project == "megatron" or settings.get("launch.train_only") or settings.get("launch.rollout_external"):
         return None
     values = part(settings, "engine", EngineLayout)
     names = {"vllm": "vllm", "sglang": "sglang", "miles": "sglang"}
@@ -287,9 +289,12 @@ def _placed(job: Job, program: Program, settings: Settings, cluster: Cluster, as
 def _placed_miles(job: Job, settings: Settings, cluster: Cluster) -> Job:
     per_node = settings.get("launch.actor_gpus_per_node", 8)
     nodes = cluster.nodes or settings.get("launch.actor_nodes", 1)
-    if settings.get("job.colocated") or settings.get("launch.train_only"):
-        return replace(job, nodes=nodes, gpus_per_node=per_node)
     rollout = settings.get("launch.rollout_gpus") or 0
+    if settings.get("launch.rollout_only") and rollout:
+        per_node = min(settings.get("launch.gpus_per_node", 8), rollout)
+        return replace(job, nodes=-(-rollout // per_node), gpus_per_node=per_node)
+    if settings.get("job.colocated") or job.engine is None:
+        return replace(job, nodes=nodes, gpus_per_node=per_node)
     alone = replace(job, nodes=nodes, gpus_per_node=per_node)
     return _apart(alone, rollout, settings.get("launch.gpus_per_node") or job.hardware.gpus_per_node)
 
