@@ -50,6 +50,8 @@ _GENERAL: dict[str, Row] = {
     "rollout.n_gpus_per_node": Row("launch.rollout_gpus_per_node", _APART, integer),
     f"{_R}nnodes": Row("launch.rollout_nodes", _ROLLOUT, integer),
     f"{_R}n_gpus_per_node": Row("launch.rollout_gpus_per_node", _ROLLOUT, integer),
+    "algorithm.adv_estimator": Row("launch.estimator", _TRAINER, text),
+    "critic.enable": Row("launch.critic", "critic/critic.yaml", optional(boolean)),
     "trainer.v1.trainer_mode": Row("launch.trainer_mode", _TRAINER, text),
     "async_training.require_batches": Row("launch.require_batches", _APART, integer),
 }

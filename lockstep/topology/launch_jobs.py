@@ -82,6 +82,8 @@ def build_job(
     engine = _engine(program, settings, model)
     if settings.get("launch.rollout_external"):
         assumptions.append("the engines are started elsewhere (--rollout-external…): they are not judged")
+    if program.project == "verl" and _has_critic(settings):
+        assumptions.append("nothing for the critic: its weights, gradients and states come on top of what is counted")
     job = Job(
         name=f"{program.name}, line {program.line}",
         model=shape,
@@ -96,6 +98,12 @@ def build_job(
     placed = _placed(job, program, settings, cluster, assumptions)
     _bounded(placed)
     return Built(placed, tuple(assumptions))
+
+
+def _has_critic(settings: Settings) -> bool:
+    """verl/trainer/ppo/utils.py: need_critic; the estimator is GAE where a command leaves it out."""
+    stated = settings.get("launch.critic")
+    return bool(stated) if stated is not None else settings.get("launch.estimator", "gae") == "gae"
 
 
 def _bounded(job: Job) -> None:

@@ -202,11 +202,14 @@ UNPLANNED: dict[str, tuple[Project, str]] = {
     f"{_REF}model.lora_rank": ("verl", "LoRA trains adapters alone"),
     f"{_REF}model.lora.rank": ("verl", "LoRA trains adapters alone"),
     f"{_REF}actor.fsdp_config.offload_policy": ("verl", "all states in host memory"),
+    f"{_REF}actor.fsdp_config.model_dtype": ("verl", "weights, gradients and states in fewer bytes"),
+    f"{_REF}actor.megatron.use_megatron_fsdp": ("verl", "weights, gradients and states are spread"),
     f"{_REF}model.enable_activation_offload": ("verl", "activations in host memory"),
+    f"{_REF}model.use_fused_kernels": ("verl", "logits are never whole"),
 }
 """Options that take memory off a device in a way that is not planned: with one of them an excess is a warning."""
 
-_OFF = ("0", "false", "none", "null", "core_attn")
+_OFF = ("0", "false", "none", "null", "core_attn", "fp32", "float32")
 
 
 def unplanned(options: Options, project: Project) -> tuple[str, ...]:

@@ -255,3 +255,35 @@ def test_a_size_that_no_model_has_is_told_with_its_bounds(flag: str, value: str,
     verdict = judged(tmp_path, text)
     assert not verdict.launch.model_known
     assert f"{flag} {value} is beyond any model" in message(verdict, "model-unknown")
+
+
+@pytest.mark.parametrize(
+    ("option", "eased"),
+    [
+        ("", False),
+        ("actor_rollout_ref.model.use_fused_kernels=True", True),
+        ("actor_rollout_ref.model.use_fused_kernels=False", False),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", True),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", False),
+        ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True model_engine=megatron", True),
+    ],
+)
+def test_what_verl_saves_and_nobody_counts_is_no_refusal(option: str, eased: bool, tmp_path: Path) -> None:
+    verdict = judged(tmp_path, f"{VERL.replace('n_gpus_per_node=8', 'n_gpus_per_node=4')}{option}\n")
+    assert severities(verdict)["memory-fits"] == ("warning" if eased else "error")
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("", True),
+        ("algorithm.adv_estimator=gae", True),
+        ("algorithm.adv_estimator=grpo", False),
+        ("algorithm.adv_estimator=grpo critic.enable=True", True),
+        ("critic.enable=False", False),
+    ],
+)
+def test_a_critic_that_is_not_counted_is_told(option: str, told: bool, tmp_path: Path) -> None:
+    """It doubles what a trainer holds, and a plan without it passed in silence."""
+    verdict = judged(tmp_path, f"{VERL}{option}\n")
+    assert any("critic" in text for text in verdict.launch.assumptions) is told
