@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,8 +117,8 @@ def measure(
     known: −1, or the largest value of an unsigned type) of the forward that *produced* the token's log-prob, that is,
     of the position before it. ``rejected``: masked tokens that a correction dropped, only counted.
 
-    Raises ValueError for arguments of different layouts, a mask of other numbers than 0 and 1, versions without
-    ``version`` or the reverse, one half of a pair, or a masked token at a position below 0.
+    Raises ValueError for arguments of different layouts, values that are no numbers, a mask of others than 0 and 1,
+    versions without ``version`` or the reverse, one half of a pair, or a masked token at a position below 0.
     """
     layout = Layout.of(train_logprobs)
     train = layout.flat("train_logprobs", train_logprobs).double()
@@ -213,6 +214,8 @@ def _fresh(sampled_at: Tensor | None, cached_at: Tensor | None, version: int | N
         raise ValueError("versions were given without `version`, the trainer's own: staleness can't be decided")
     if not known and version is not None:
         raise ValueError("`version` was given without versions or kv_versions of the tokens: none could be stale")
+    if version is not None and np.ndim(version):
+        raise ValueError(f"version is the trainer's own, one number, not {version}")
     fresh: Tensor | bool = True
     for value in known:
         fresh = fresh & (value == version)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray] | Seq[float]
+PerToken = Tensor | np.ndarray | Seq[Tensor] | Seq[np.ndarray] | Seq[Seq[float]] | Seq[float]
 """Per-token values: flat [N], padded [B, T], or a list of B arrays [T_i]. All arguments of a call share one layout."""
 
 Labels = Seq[Any] | Tensor | np.ndarray
@@ -39,8 +39,8 @@ class Layout:
     @classmethod
     def of(cls, values: PerToken) -> Layout:
         """The layout of ``values``. Raises ValueError for arrays of other ranks."""
-        given = _plain(values)
-        first = _tensor(given[0] if isinstance(given, (list, tuple)) and given else given)
+        name, given = "train_logprobs", _plain(values)
+        first = _tensor(name, given[0] if isinstance(given, (list, tuple)) and given else given)
         if isinstance(given, (list, tuple)):
             lengths, has_rows = tuple(len(v) for v in given), True
         elif first.dim() == 2:
@@ -58,9 +58,9 @@ class Layout:
         given = _plain(values)
         if isinstance(given, (list, tuple)):
             lengths = tuple(len(v) for v in given)
-            tensor = torch.cat([_tensor(v) for v in given]) if given else torch.zeros(0)
+            tensor = torch.cat([_tensor(name, v) for v in given]) if given else torch.zeros(0)
         else:
-            tensor = _tensor(given)
+            tensor = _tensor(name, given)
             if self.has_rows and tensor.dim() >= 2:
                 lengths, tensor = (tensor.shape[1],) * tensor.shape[0], tensor.flatten(0, 1)
             else:
@@ -74,7 +74,7 @@ class Layout:
 
     def codes(self, name: str, values: Labels) -> tuple[Tensor, list[Any]]:
         """(small integers [N], label of each). Raises ValueError, with ``name``, for a wrong number of labels."""
-        plain = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else list(values)
+        plain = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else [_label(v) for v in values]
         expected = len(self.lengths) if self.has_rows else self.lengths[0]
         if len(plain) != expected:
             raise ValueError(f"{name} has {len(plain)} entries; needed: {expected}, one per row (or per token if flat)")
@@ -142,5 +142,19 @@ def _plain(values: Any) -> Any:
     return np.asarray(values) if single else values
 
 
-def _tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))  # a copy: may be read-only
+def _tensor(name: str, values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    array = np.array(values)  # a copy: may be read-only
+    if array.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{name} holds values that are no numbers ({array.dtype}): one for each token is needed; where a side has "
+            "no log-prob, say NaN, and 0 in the mask if the policy did not sample the token"
+        )
+    wide = array.dtype.kind == "f" and array.dtype.itemsize > 8
+    return torch.from_numpy(array.astype(np.float64 if wide else array.dtype.newbyteorder("="), copy=False))
+
+
+def _label(value: Any) -> Any:
+    """The number that a single element holds: elements of a tensor equal only themselves."""
+    return value.item() if isinstance(value, (Tensor, np.generic, np.ndarray)) else value

@@ -116,7 +116,7 @@ def test_lists_of_plain_numbers_are_flat_and_lists_of_lists_are_rows():
     flat = measure([-1.0, -2.0], [-1.5, -2.0], [1, 1])
     assert flat.metrics["abs_diff/mean"] == 0.25
     assert "seq_sum/max" not in flat.metrics
-    rows = measure([[-1.0], [-2.0]], [[-1.5], [-2.0]], [[1], [1]])  # pyright: ignore[reportArgumentType]
+    rows = measure([[-1.0], [-2.0]], [[-1.5], [-2.0]], [[1], [1]])
     assert rows.metrics["seq_sum/max"] == 0.5
 
 
@@ -388,6 +388,53 @@ def test_a_trainers_version_without_those_of_the_tokens_is_refused():
     """All would pass as fresh."""
     with pytest.raises(ValueError, match="without versions or kv_versions of the tokens"):
         measure(torch.zeros(2), torch.zeros(2), torch.ones(2), version=3)
+
+
+@pytest.mark.parametrize("name", ["train_logprobs", "rollout_logprobs", "mask", "versions", "positions", "rejected"])
+@pytest.mark.parametrize("value", [None, "x", [-1.0, None], [[-1.0], [None]], np.array([-1.0, None], dtype=object)])
+def test_values_that_are_no_numbers_are_refused_by_name(name, value):
+    """An engine that reports no log-prob for some token says None."""
+    rows = isinstance(value, list) and isinstance(value[0], list)
+    fine = [[-1.0], [-1.0]] if rows else [-1.0, -1.0]
+    whole = [[1], [1]] if rows else [1, 1]
+    given = {"train_logprobs": fine, "rollout_logprobs": fine, "mask": whole, "versions": whole, "positions": whole}
+    given |= {"rejected": whole, name: value}
+    if value is None and name in ("versions", "positions", "rejected"):
+        assert measure(**given, kv_versions=whole, version=1).num_tokens == 2
+        return
+    with pytest.raises(ValueError, match=f"{name} holds values that are no numbers"):
+        measure(**given, version=1)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "longdouble", "float16"])
+def test_any_float_of_any_machine_is_taken_for_what_it_is(dtype):
+    train, rollout, _ = make_case(3, noise=0.0)
+    shifted = [(r - 0.5).astype(F32) for r in rollout]
+    expected = measure(np.concatenate(train).astype(dtype).astype(np.float64), np.concatenate(shifted), [1] * 17)
+    got = measure(np.concatenate(train).astype(dtype), np.concatenate(shifted).astype(">f4"), np.ones(17, dtype=">i8"))
+    assert got.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("wrap", [torch.tensor, np.int64, np.array, lambda v: torch.tensor([v])[0]])
+def test_equal_ids_are_one_whatever_holds_them(wrap):
+    """A tensor's elements are objects of their own: three rollouts instead of two."""
+    ids = [7, 7, 8]
+    case = ([[-1.0], [-2.0], [-3.0]], [[-1.5], [-2.0], [-3.1]], [[1], [1], [1]])
+    expected = measure(*case, rollout_ids=ids, sequence_ids=ids, replicas=ids)
+    got = measure(
+        *case, rollout_ids=[wrap(i) for i in ids], sequence_ids=tuple(map(wrap, ids)), replicas=[*map(wrap, ids)]
+    )
+    assert got.metrics == expected.metrics
+    assert got.buckets == expected.buckets
+    assert got.worst == expected.worst
+    assert set(got.buckets["replica"]) == {"7", "8"}
+
+
+@pytest.mark.parametrize("version", [[1, 1], (1,), np.array([1, 1]), torch.tensor([1])])
+def test_the_trainers_version_is_one_number(version):
+    """A list equals no token's version: everything would be stale."""
+    with pytest.raises(ValueError, match="version is the trainer's own, one number"):
+        measure(torch.zeros(2), torch.zeros(2), torch.ones(2), versions=[1, 1], version=version)
 
 
 def test_the_module_needs_nothing_but_torch_and_numpy():
