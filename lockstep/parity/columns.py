@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,9 @@ def _typed(path: Path, name: str, values: np.ndarray) -> np.ndarray:
         return values.astype(bool)
     if wanted == "int" and name not in ROUTES:
         return values.astype(np.int64)
-    return values.astype(str) if wanted == "text" or values.dtype.kind in "SO" else values
+    if values.dtype.kind == "S":  # a token may well end within a character
+        return np.char.decode(values, "utf-8", "replace")
+    return values.astype(str) if wanted == "text" or values.dtype.kind == "O" else values
 
 
 def _check(path: Path, names: set[str], types: dict[str, tuple[str, str]], num_tokens: int, num_bytes: int) -> None:
@@ -153,8 +156,11 @@ def _from_npz(path: Path) -> Columns:
         if (own[:-2] if name in ROUTES else own) != expected:
             wanted = [*expected, "L", "K"] if name in ROUTES else list(expected)
             raise RecordedError(f"{path}: column {name} has the shape {list(own)}; needed: {wanted}")
-    with np.load(path, allow_pickle=False) as file:
-        columns = {name: file[name] for name in kinds}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            columns = {name: file[name] for name in kinds}
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError) as error:
+        raise RecordedError(f"{path} can't be read as .npz: {error}") from error
     if not has_rows:
         return _finish(path, columns, None, [])
     flat = {name: v if name in BY_ROW else v.reshape(-1, *v.shape[2:]) for name, v in columns.items()}
@@ -197,6 +203,8 @@ def _from_parquet(path: Path) -> Columns:
     except (pa.ArrowException, OSError) as error:
         raise RecordedError(f"{path} can't be read as .parquet: {error}") from error
     wanted = [name for name in schema.names if name in TYPES and name not in ROUTES]
+    if twice := sorted({name for name in wanted if wanted.count(name) > 1}):
+        raise RecordedError(f"{path}: column {twice[0]} is there twice: which one is meant is open")
     lists = {name for name in wanted if pa.types.is_list(schema.field(name).type)
              or pa.types.is_large_list(schema.field(name).type)}  # fmt: skip
     kinds = {name: (_arrow_kind(schema.field(name).type), str(schema.field(name).type)) for name in wanted}
@@ -244,7 +252,8 @@ def _from_table(path: Path, table: Any, has_rows: bool) -> Columns:
                 raise RecordedError(f"{path}: column {name} has {own[row]} tokens in row {row}, others {lengths[row]}")
             values = values.flatten()
         if values.null_count:
-            raise RecordedError(f"{path}: column {name} holds {values.null_count} nulls; NaN says 'not finite'")
+            hint = "; NaN says 'not finite'" if TYPES[name] == "float" else "; each token or row needs a value"
+            raise RecordedError(f"{path}: column {name} holds {values.null_count} nulls{hint}")
         columns[name] = values.to_numpy(zero_copy_only=False)
     return _finish(path, columns, lengths, notes)
 

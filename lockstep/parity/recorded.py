@@ -75,8 +75,10 @@ def measure_file(path: Path | str) -> RecordedRun:
     notes = list(columns.notes)
     if columns.of("loss_mask") is None:
         notes.append("There is no column loss_mask: every token counts as sampled.")
-    if columns.of("versions") is not None and columns.of("trainer_version") is None:
-        notes.append("There is no column trainer_version: stale tokens can't be told from numerical mismatch.")
+    dated = [name for name in ("versions", "kv_versions") if columns.of(name) is not None]
+    if bool(dated) != (columns.of("trainer_version") is not None):
+        missing = "trainer_version" if dated else "versions"
+        notes.append(f"There is no column {missing}: stale tokens can't be told from numerical mismatch.")
     if not columns.has_rows and columns.of("sequence_id") is None and columns.of("rollout_id") is None:
         notes.append("There is no column sequence_id: metrics by sequence and buckets by position are absent.")
     if doubt := _not_logprobs(columns):

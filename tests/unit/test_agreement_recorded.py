@@ -209,6 +209,7 @@ def test_a_file_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path: Pa
         (lambda rows: rows.__setitem__("rollout_id", [["a"]] * ROWS), "column rollout_id needs a single value per row"),
         (lambda rows: rows["rollout_logprobs"].__setitem__(0, None), "column rollout_logprobs is null in 1 rows"),
         (lambda rows: rows["rollout_logprobs"].__setitem__(0, [None] * 5), "column rollout_logprobs holds 5 nulls"),
+        (lambda rows: rows["replica"].__setitem__(0, None), "column replica holds 1 nulls; each token or row needs"),
         (lambda rows: rows.__setitem__("tokens", [["x"]] * ROWS), "column tokens must hold int values, its type is"),
     ],
 )
@@ -226,6 +227,65 @@ def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
         measure_file(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         measure_file(tmp_path / f"no-{name}")
+
+
+def damaged(path: Path, how: str) -> Path:
+    """An .npz whose directory and headers are whole and whose data is not."""
+    values = np.linspace(-9.0, -1.0, 2000)
+    save = np.savez_compressed if how == "compressed" else np.savez
+    save(path, train_logprobs=values, rollout_logprobs=values)
+    if how == "short":
+        header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (2000,), }\n"
+        raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + values.tobytes()[:80]
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in ("train_logprobs", "rollout_logprobs"):
+                archive.writestr(f"{name}.npy", raw)
+        return path
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("how", ["compressed", "stored", "short"])
+def test_damage_behind_the_headers_is_told_as_such(tmp_path: Path, how: str) -> None:
+    with pytest.raises(RecordedError, match=r"can't be read as \.npz"):
+        measure_file(damaged(tmp_path / "x.npz", how))
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    names = ["train_logprobs", "rollout_logprobs", "rollout_logprobs"]
+    pq.write_table(pa.table([pa.array(VALUES)] * 3, names=names), tmp_path / "x.parquet")
+    with pytest.raises(RecordedError, match="column rollout_logprobs is there twice"):
+        measure_file(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("kind", [">f8", ">f4", "longdouble"])
+def test_an_npz_of_another_machine_is_read(tmp_path: Path, kind: str) -> None:
+    np.savez(tmp_path / "x.npz", train_logprobs=VALUES.astype(kind), rollout_logprobs=(VALUES - 0.5).astype(kind))
+    assert measure_file(tmp_path / "x.npz").whole.metrics["abs_diff/mean"] == 0.5
+
+
+def test_texts_of_tokens_that_end_within_a_character_are_read(tmp_path: Path) -> None:
+    texts = np.array([b"\xe2\x82", "é".encode()])
+    np.savez(tmp_path / "x.npz", train_logprobs=VALUES, rollout_logprobs=VALUES - [0, 1], token_texts=texts)
+    worst = measure_file(tmp_path / "x.npz").steps[0].row["worst"]
+    assert isinstance(worst, list)
+    assert unquoted(worst[0]["text"]) == "é"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [(["versions"], "trainer_version"), (["kv_versions"], "trainer_version"), (["trainer_version"], "versions")],
+)
+def test_versions_of_one_side_alone_are_said_to_decide_nothing(tmp_path: Path, given: list, missing: str) -> None:
+    ones: dict = dict.fromkeys(given, np.ones(2, dtype=np.int64))
+    np.savez(tmp_path / "x.npz", train_logprobs=VALUES, rollout_logprobs=VALUES, **ones)
+    told = f"There is no column {missing}: stale tokens can't be told from numerical mismatch."
+    assert told in measure_file(tmp_path / "x.npz").notes
+    whole: dict = ones | {missing: np.ones(2, dtype=np.int64)}
+    np.savez(tmp_path / "y.npz", train_logprobs=VALUES, rollout_logprobs=VALUES, **whole)
+    assert not any("stale" in note for note in measure_file(tmp_path / "y.npz").notes)
 
 
 def test_rows_the_trainer_did_not_see_are_left_out_and_said(tmp_path: Path) -> None:
