@@ -46,7 +46,8 @@ NUM_GOLD_PROOFS = 64
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that ``run_sync`` drives. ``refit_steps``: steps at which this process refitted its engine."""
+    """Everything that ``run_sync`` drives. ``decode``: text of tokens for a person, special ones by name;
+    ``refit_steps``: steps at which this process refitted its engine."""
 
     config: RunConfig
     task: Task
@@ -143,14 +144,14 @@ def _connect(
         with span("start/supervised"):
             say(run_supervised(config, model, task, renderer, tokenizer, vocab_limit))
 
-    def decode(tokens: Sequence[int]) -> str:
+    def completion_text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def decode_all(tokens: Sequence[int]) -> str:  # a stop string may be a special token
+    def decode(tokens: Sequence[int]) -> str:  # a stop string may be a special token, and so may the worst token
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     engine = build_engine(
-        config, model, decode=decode_all, vocab_limit=vocab_limit, max_prompt_tokens=renderer.config.max_tokens
+        config, model, decode=decode, vocab_limit=vocab_limit, max_prompt_tokens=renderer.config.max_tokens
     )
     initial = copy.deepcopy(model) if starts_from_here else None
     trainer = _trainer(config, model, vocab_limit)
@@ -164,7 +165,7 @@ def _connect(
             engine,
             task,
             renderer,
-            decode,
+            completion_text,
             config.rollout,
             config.algorithm,
             seed=config.seed,

@@ -224,7 +224,8 @@ def _where_to_look(agreement: Agreement, describe: Describe | None, *, drifts: b
     parts, worst = [], agreement.worst
     if worst is not None:
         place = describe(worst) if describe is not None else f"row {worst.row}, token {worst.column}"
-        parts.append(f"worst: {place}, trainer {_number(worst.train)}, engine {_number(worst.rollout)}")
+        apart = f", apart by {_number(worst.badness)}" if math.isfinite(worst.badness) else ""
+        parts.append(f"worst: {place}, trainer {_number(worst.train)}, engine {_number(worst.rollout)}{apart}")
     slow = "compare the refitted engine with one that is loaded afresh from the same weights"
     return [*parts, f"try: {slow if drifts else advice(agreement)}"]
 

@@ -12,6 +12,7 @@ from lockstep.loop import train
 from lockstep.metrics.run_folder import read_rollouts
 from lockstep.metrics.sinks import read_jsonl
 from lockstep.model.load import ModelError
+from lockstep.parity.rows import unquoted
 from lockstep.recipes import load_recipe
 from lockstep.refit.transaction import RefitError
 from lockstep.rollout.receiver import TorchReceiver
@@ -72,6 +73,17 @@ def test_the_same_fault_is_caught_by_the_receipt_where_it_is_verified(
             load_recipe("tiny-qwen3-moe", [*SMALL, "refit.verify_every=1", "trainer.learning_rate=0.01"]),
             tmp_path / "run",
         )
+
+
+def test_special_tokens_are_told_by_name_where_a_person_reads_them(straight_run: Path) -> None:
+    """The end of an answer is a sampled token like any other, and has been the worst one."""
+    rows = read_rollouts(straight_run, 1)
+    ends = [row.token_texts[-1] for row in rows if row.token_texts and row.status == "finished"]
+    assert ends
+    assert set(ends) == {"<eos>"}
+    assert not any("<eos>" in row.completion_text for row in rows)
+    listed = [token for row in read_jsonl(straight_run / "agreement.jsonl") for token in row["worst"]]
+    assert all(unquoted(token["before"]) and unquoted(token["text"]) for token in listed)
 
 
 def test_a_warning_gate_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -167,10 +168,21 @@ def test_the_sentence_tells_metric_value_bound_tokens_worst_token_and_what_to_tr
     for part in (
         "step 5: abs_diff/mean 0.25 is above the bound 0.01 over 12 tokens",
         "measured on this recipe",
-        "sequence s1, token 5 (id 15) '<15>' after '<13 14>', trainer 1.5, engine -1.5",
+        "sequence s1, token 5 (id 15) '<15>' after '<13 14>', trainer 1.5, engine -1.5, apart by 3;",
         "few tokens are far off",
     ):
         assert part in sentence
+
+
+def test_a_difference_below_the_digits_of_both_sides_is_told():
+    rollouts = make_rollouts()
+    logprobs = trained(rollouts)
+    logprobs["s1"][5] += 2e-6
+    sentence = gate(bound=1e-9).judge(measure_step(logprobs, rollouts, version=2), 1).sentence
+    assert re.search(r"trainer -1\.5, engine -1\.5, apart by (1\.9|2\.0)\d*e-06;", sentence), sentence
+    logprobs["s1"][5] = math.nan
+    sentence = gate(bound=1e-9).judge(measure_step(logprobs, rollouts, version=2), 1).sentence
+    assert "trainer nan, engine -1.5; try:" in sentence
 
 
 def test_the_advice_follows_what_stands_out():
