@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ from lockstep.interfaces import Engine, Objective, Scorer, Task
 from lockstep.model.adapter import routers
 from lockstep.model.fitness import refuse_undecodable, refuse_unfit
 from lockstep.model.gguf_files import parsed_once
-from lockstep.model.load import ModelError, load_model, load_tokenizer, torch_dtype
+from lockstep.model.load import ModelError, load_model, load_tokenizer, other_token, torch_dtype
 from lockstep.parity.gate import Gate
 from lockstep.refit.transports import Transport, make_transport
 from lockstep.spans import span
@@ -133,8 +133,12 @@ def _connect(
     warm_up: bool,
 ) -> Parts:
     stop_ids = stop_token_ids(tokenizer, model)
-    vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-    renderer = PromptRenderer(tokenizer, within_context(config.prompt, model, say))
+    if not stop_ids:
+        say("no token ends a completion: neither tokenizer nor generation config names one")
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    vocab_limit = min(len(tokenizer), num_embeddings)
+    prompt = within_context(config.prompt, model, say)
+    renderer = PromptRenderer(tokenizer, prompt, num_embeddings=num_embeddings)
     with span("start/prompts"):
         if told := check_prompts(task, renderer, num_train=num_asked(config), num_heldout=config.eval.num_problems):
             say(told)
@@ -172,8 +176,8 @@ def _connect(
             stop_token_ids=stop_ids,
             runner=runner,
         ),
-        reference=_scorer(config.reference, config, device, vocab_limit, initial),
-        teacher=_scorer(config.teacher, config, device, vocab_limit),
+        reference=_scorer("reference", config, device, tokenizer, vocab_limit, say, initial),
+        teacher=_scorer("teacher", config, device, tokenizer, vocab_limit, say),
         transport=make_transport(chosen_transport(config), config.refit),
         gate=gate,
         proof=_proof(config, gate, trainer, engine, vocab_limit, renderer.config.max_tokens),
@@ -216,14 +220,34 @@ def proof_bounds(config: RunConfig, gate: Gate, device: str) -> tuple[BoundConfi
 
 
 def _scorer(
-    source: ModelSource | None, config: RunConfig, device: str, vocab_limit: int, model: Any = None
+    section: Literal["reference", "teacher"],
+    config: RunConfig,
+    device: str,
+    tokenizer: Any,
+    vocab_limit: int,
+    say: Callable[[str], None],
+    model: Any = None,
 ) -> Scorer | None:
-    """``model``, or the one that ``source`` names, frozen: it scores sequences in the trainer's precision and at the
-    run's temperature. None where there is neither."""
+    """``model``, or the one of the configuration's section, frozen: it scores sequences in the trainer's precision and
+    at the run's temperature. None where there is neither. Raises ModelError if its tokens are others."""
     if model is None:
+        source = config.reference if section == "reference" else config.teacher
         if source is None:
             return None
         model = _load(source, config, device)
+        try:
+            other = other_token(tokenizer, load_tokenizer(source), vocab_limit)
+        except ModelError as error:  # it scores without one
+            other = None
+            say(f"{section}: that its tokens mean what the policy's mean is taken on trust ({error})")
+        if other is not None:
+            raise ModelError(f"{section}: {other}; use a model with the policy's tokenizer")
+        rows = model.get_output_embeddings().weight.shape[0]
+        if rows < vocab_limit:
+            raise ModelError(
+                f"{section}: its head has {rows} rows, fewer than the {vocab_limit} tokens of the policy's vocabulary; "
+                "use a model with the policy's tokenizer"
+            )
     return ReferenceScorer(
         model,
         temperature=config.rollout.temperature,

@@ -45,7 +45,7 @@ def run_supervised(
     objective, losses = SupervisedObjective(), []
     for step in range(settings.steps):
         items = tuple(
-            _gold_item(task, renderer, tokenizer, step * settings.batch_size + member)
+            _gold_item(task, renderer, tokenizer, step * settings.batch_size + member, vocab_limit)
             for member in range(settings.batch_size)
         )
         losses.append(trainer.forward_backward(Batch(items), objective).loss)
@@ -53,7 +53,7 @@ def run_supervised(
     return f"supervised: {settings.steps} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}"
 
 
-def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int) -> TrainSequence:
+def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int, vocab_limit: int) -> TrainSequence:
     problem = task.problem("train", index)
     rendered = renderer.render(problem)
     if rendered is None:
@@ -68,7 +68,16 @@ def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int)
             f"problem {problem.problem_id}: the tokenizer refuses its reference answer, which supervised steps train "
             f"on: {error}"
         ) from error
+    if tokenizer.eos_token_id is None:
+        raise TaskError(
+            "supervised.steps: the tokenizer has no end-of-sequence token to teach; set supervised.steps = 0"
+        )
     answer = [*gold, tokenizer.eos_token_id]
+    if max(answer) >= vocab_limit:
+        raise TaskError(
+            f"problem {problem.problem_id}: token {max(answer)} of its reference answer has no row in the model's "
+            f"vocabulary of {vocab_limit}: tokenizer and model don't belong together"
+        )
     tokens: IntArray = np.concatenate([rendered.tokens, np.asarray(answer)]).astype(np.int32)
     mask = np.arange(len(tokens)) >= len(rendered.tokens)
     absent = np.full(len(tokens), NOT_SAMPLED, dtype=np.int32)

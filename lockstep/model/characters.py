@@ -23,6 +23,10 @@ class CharacterTokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its id."""
+        return {token: index for index, token in enumerate((*_SPECIAL, *_ALPHABET))}
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``, a BOS in front if asked. Raises ValueError on a foreign character."""
         ids = [self.bos_token_id] if add_special_tokens else []

@@ -88,6 +88,18 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
+def other_token(ours: Any, theirs: Any, vocab_limit: int) -> str | None:
+    """The first id below ``vocab_limit`` that means something else in the second tokenizer; None: there is none.
+
+    Ids that the second one does not have are let pass: models of a family add special tokens to one vocabulary.
+    """
+    known = {index: token for token, index in theirs.get_vocab().items()}
+    for token, index in sorted(ours.get_vocab().items(), key=lambda item: item[1]):
+        if index < vocab_limit and known.get(index, token) != token:
+            return f"token {index} is {known[index]!r} there and {token!r} to the policy"
+    return None
+
+
 def gguf_path(source: GgufModel) -> Path:
     """The .gguf file that ``source`` means; of a package, the single one that its distribution lists."""
     if source.path is not None:

@@ -59,11 +59,13 @@ class PromptRenderer:
     whole special tokens at a time, and are rendered again: all markers of the template are intact.
     Special tokens that a prompt's own text spells out become special tokens, as everywhere in transformers.
 
+    ``num_embeddings``: rows of the model's embedding; a prompt with a token beyond them is refused. None: not checked.
     Raises TaskError at once where a setting can't have its effect with this tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
+    def __init__(self, tokenizer: Any, config: PromptConfig, *, num_embeddings: int | None = None) -> None:
         self.config = config
+        self._num_embeddings = num_embeddings
         self.num_skipped = 0
         self.num_truncated = 0
         self._tokenizer: PromptTokenizer = tokenizer
@@ -169,7 +171,13 @@ class PromptRenderer:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         except ValueError as error:
             raise TaskError(f"problem {problem.problem_id}: the tokenizer refuses its text: {error}") from error
-        return text, self._with_right_bos(ids)
+        ids = self._with_right_bos(ids)
+        if self._num_embeddings is not None and ids and max(ids) >= self._num_embeddings:
+            raise TaskError(
+                f"problem {problem.problem_id}: its token {max(ids)} has no row in the model's embedding of "
+                f"{self._num_embeddings}: tokenizer and model don't belong together"
+            )
+        return text, ids
 
     def _with_right_bos(self, ids: list[int]) -> list[int]:
         """Exactly one BOS in front where there should be one. A template that writes one itself is right to."""
