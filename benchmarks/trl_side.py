@@ -11,6 +11,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ def run(work: Workload, settings: TrlSettings) -> None:
     """Run steps until the parent has enough."""
     gate = StepGate()
     import torch
-    from transformers import TrainerCallback
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from lockstep.driver.assembly import stop_token_ids
@@ -48,15 +49,34 @@ def run(work: Workload, settings: TrlSettings) -> None:
     model: Any = load_model(config.model, torch_dtype("float32" if settings.weights == "autocast" else "bfloat16"))
     model.set_attn_implementation(settings.attention)
     stops = stop_token_ids(tokenizer, model)
-    if work.lengths == "uniform":
+    uniform = work.lengths == "uniform"
+    if uniform:
         model.generation_config.eos_token_id = None
     rows = _rows(work, task, tokenizer, config.prompt)
     step: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=_reward(task, frozenset() if uniform else stops, step),
+            args=_arguments(work, settings, directory, uniform=uniform),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[_hold(gate, work, settings, rows, step)],
+        )
+        if uniform:
+            trainer.eos_token_ids = [-1]
+        _time_generation(model, step)
+        trainer.train()
+
+
+def _reward(task: Any, stops: Collection[int], step: dict[str, Any]) -> Callable[..., list[float]]:
+    """Lockstep's task as TRL's reward; what it saw of the batch is left in ``step``."""
 
     def reward(completions: list[str], completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         problems = [task.problem("train", i) for i in index]
-        stopped = [ids[-1] in stops for ids in completion_ids] if work.lengths == "ragged" else [False] * len(index)
-        scores = [score.reward for score in task.score(problems, completions, stopped)]
+        scores = [
+            score.reward for score in task.score(problems, completions, [ids[-1] in stops for ids in completion_ids])
+        ]
         step.update(
             problem_ids=list(dict.fromkeys(problem.problem_id for problem in problems)),
             completion_tokens=[len(ids) for ids in completion_ids],
@@ -64,38 +84,30 @@ def run(work: Workload, settings: TrlSettings) -> None:
         )
         return [0.0 if score is None else score for score in scores]
 
-    class Hold(TrainerCallback):
-        """Reports each optimizer step to the gate, and stands there until the next one is wanted."""
+    return reward
 
+
+def _hold(
+    gate: StepGate, work: Workload, settings: TrlSettings, rows: list[dict[str, Any]], step: dict[str, Any]
+) -> Any:
+    """A callback that reports each optimizer step to the gate, and stands there until the next one is wanted."""
+    from transformers import TrainerCallback
+
+    class Hold(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            prompt_tokens = [
-                rows[i]["num_tokens"] for i in range((state.global_step - 1) * work.num_prompts, len(rows))
-            ]
-            groups = prompt_tokens[: work.num_prompts]
+            first = (state.global_step - 1) * work.num_prompts
             gate.finish(
                 **step,
-                prompt_tokens=[tokens for tokens in groups for _ in range(work.group_size)],
+                prompt_tokens=[
+                    row["num_tokens"] for row in rows[first : first + work.num_prompts] for _ in range(work.group_size)
+                ],
                 num_updates=state.global_step,
             )
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             gate.wait(settings=asdict(settings))
 
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=_arguments(work, settings, directory, uniform=work.lengths == "uniform"),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[Hold()],
-        )
-        if work.lengths == "uniform":
-            trainer.eos_token_ids = [-1]
-        _time_generation(model, step)
-        trainer.train()
+    return Hold()
 
 
 def _time_generation(model: Any, step: dict[str, Any]) -> None:
