@@ -294,6 +294,28 @@ def deepseek_v4(make: Maker, *, form: str = "flash", **changes: Any) -> Config:
     """DeepSeek-V4 under the names of its reference code. ``form``: ``flash`` as published (fp8 linears, fp4 experts,
     e8m0 ``X.scale``), ``fp8`` as repackaged (all fp8, float32 ``X.weight_scale_inv``), ``plain`` without quantisation.
     """
+    config = _v4_config(form, changes)
+    layers = config["num_hidden_layers"]
+    hidden, streams = config["hidden_size"], config["hc_mult"]
+    make.weight("embed.weight", config["vocab_size"], hidden)
+    make.norm("norm.weight", hidden)
+    make.weight("head.weight", config["vocab_size"], hidden)
+    _hc_head(make, "", hidden, streams)
+    for layer in range(layers):
+        _v4_layer(make, config, f"layers.{layer}.", layer, form)
+    for extra in range(config["num_nextn_predict_layers"]):
+        at = f"mtp.{extra}."
+        _v4_layer(make, config, at, layers + extra, form)
+        linear = _v4_linear(make, form)
+        linear(at + "e_proj", hidden, hidden)
+        linear(at + "h_proj", hidden, hidden)
+        for norm in ("enorm", "hnorm", "norm"):
+            make.norm(f"{at}{norm}.weight", hidden)
+        _hc_head(make, at, hidden, streams)
+    return config
+
+
+def _v4_config(form: str, changes: Config) -> Config:
     layers = changes.get("num_hidden_layers", 5)
     config: Config = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -346,22 +368,6 @@ def deepseek_v4(make: Maker, *, form: str = "flash", **changes: Any) -> Config:
             **({"scale_fmt": "ue8m0"} if form == "flash" else {}),
         }
         config["expert_dtype"] = "fp4" if form == "flash" else "fp8"
-    hidden, streams = config["hidden_size"], config["hc_mult"]
-    make.weight("embed.weight", config["vocab_size"], hidden)
-    make.norm("norm.weight", hidden)
-    make.weight("head.weight", config["vocab_size"], hidden)
-    _hc_head(make, "", hidden, streams)
-    for layer in range(layers):
-        _v4_layer(make, config, f"layers.{layer}.", layer, form)
-    for extra in range(config["num_nextn_predict_layers"]):
-        at = f"mtp.{extra}."
-        _v4_layer(make, config, at, layers + extra, form)
-        linear = _v4_linear(make, form)
-        linear(at + "e_proj", hidden, hidden)
-        linear(at + "h_proj", hidden, hidden)
-        for norm in ("enorm", "hnorm", "norm"):
-            make.norm(f"{at}{norm}.weight", hidden)
-        _hc_head(make, at, hidden, streams)
     return config
 
 
@@ -434,6 +440,31 @@ def _v4_layer(make: Maker, config: Config, at: str, index: int, form: str) -> No
 def inkling(make: Maker, *, towers: bool = False, **changes: Any) -> Config:
     """Inkling: gate and up interleaved in one tensor, stacks of experts, MTP layers apart. ``changes`` are of
     ``text_config``. ``towers``: with the published towers for pictures (25 million weights) and sound."""
+    config = _inkling_config(changes)
+    text = config["text_config"]
+    layers = text["num_hidden_layers"]
+    hidden = text["hidden_size"]
+    make.weight("model.llm.embed.weight", text["vocab_size"], hidden)
+    make.norm("model.llm.embed_norm.weight", hidden)
+    make.norm("model.llm.norm.weight", hidden)
+    make.weight("model.llm.unembed.weight", text["vocab_size"], hidden)
+    for layer in range(layers):
+        at = f"model.llm.layers.{layer}."
+        _inkling_block(make, text, at, local=layer in text["local_layer_ids"])
+        (_inkling_dense if layer < text["dense_mlp_idx"] else _inkling_sparse)(make, text, at)
+    for extra in range(config["mtp_config"]["num_nextn_predict_layers"]):
+        at = f"model.mtp.layers.{extra}."
+        make.norm(at + "embed_norm.weight", hidden)
+        make.norm(at + "hidden_norm.weight", hidden)
+        make.weight(at + "input_proj.weight", hidden, 2 * hidden)
+        _inkling_block(make, text, at + "transformer_block.", local=extra in config["mtp_config"]["local_layer_ids"])
+        _inkling_dense(make, text, at + "transformer_block.")
+    if towers:
+        _inkling_towers(make, hidden)
+    return config
+
+
+def _inkling_config(changes: Config) -> Config:
     layers = changes.get("num_hidden_layers", 7)
     text: Config = {
         "hidden_size": 64,
@@ -465,7 +496,7 @@ def inkling(make: Maker, *, towers: bool = False, **changes: Any) -> Config:
         "torch_dtype": "bfloat16",
         **changes,
     }
-    config: Config = {
+    return {
         "architectures": ["InklingForConditionalGeneration"],
         "model_type": "inkling_mm_model",
         "text_config": text,
@@ -479,25 +510,6 @@ def inkling(make: Maker, *, towers: bool = False, **changes: Any) -> Config:
             "n_layers": 4,
         },
     }
-    hidden = text["hidden_size"]
-    make.weight("model.llm.embed.weight", text["vocab_size"], hidden)
-    make.norm("model.llm.embed_norm.weight", hidden)
-    make.norm("model.llm.norm.weight", hidden)
-    make.weight("model.llm.unembed.weight", text["vocab_size"], hidden)
-    for layer in range(layers):
-        at = f"model.llm.layers.{layer}."
-        _inkling_block(make, text, at, local=layer in text["local_layer_ids"])
-        (_inkling_dense if layer < text["dense_mlp_idx"] else _inkling_sparse)(make, text, at)
-    for extra in range(config["mtp_config"]["num_nextn_predict_layers"]):
-        at = f"model.mtp.layers.{extra}."
-        make.norm(at + "embed_norm.weight", hidden)
-        make.norm(at + "hidden_norm.weight", hidden)
-        make.weight(at + "input_proj.weight", hidden, 2 * hidden)
-        _inkling_block(make, text, at + "transformer_block.", local=extra in config["mtp_config"]["local_layer_ids"])
-        _inkling_dense(make, text, at + "transformer_block.")
-    if towers:
-        _inkling_towers(make, hidden)
-    return config
 
 
 def _inkling_block(make: Maker, text: Config, at: str, *, local: bool) -> None:

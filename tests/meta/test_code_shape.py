@@ -1,4 +1,5 @@
-"""The shape of the package's code: documented, short functions, short files, no forgotten work."""
+"""The shape of the package's code: documented, short functions, short files, no forgotten work. Functions are short in
+benchmarks, tests and tools too."""
 
 from __future__ import annotations
 
@@ -58,13 +59,24 @@ def test_the_file_explains_itself(path: Path) -> None:
     assert not bare, f"public names without a docstring: {bare}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_functions_and_files_are_short(path: Path) -> None:
-    long = [
+def long_functions(path: Path) -> list[str]:
+    return [
         f"{name_of(path)}:{node.lineno} {node.name} has {lines_of(node)} lines"
         for node in ast.walk(parse(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of(node) > MAX_FUNCTION_LINES
     ]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests", "tools"])
+def test_functions_outside_the_package_are_short(folder: str) -> None:
+    paths = sorted((PACKAGE.parent / folder).rglob("*.py"))
+    assert paths
+    assert not [text for path in paths for text in long_functions(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_and_files_are_short(path: Path) -> None:
+    long = long_functions(path)
     assert not long, f"functions above {MAX_FUNCTION_LINES} lines: {long}"
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
     assert num_lines <= MAX_FILE_LINES, f"{name_of(path)} has {num_lines} lines, above {MAX_FILE_LINES}"
