@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -62,7 +63,8 @@ class RemoteEngine:
         try:
             frame = await asyncio.wrap_future(asked)
         except asyncio.CancelledError:
-            self.process.post("abort", {"request_ids": [request.request_id]})
+            with suppress(EngineProcessError):  # a process that is gone samples nothing
+                self.process.post("abort", {"request_ids": [request.request_id]})
             raise
         return messages.read_completion(frame.header["value"], frame.arrays)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,32 @@ def test_an_engine_killed_while_it_samples_fails_every_request(doomed):
     for error in asyncio.run(scenario()):
         assert isinstance(error, EngineProcessError)
         assert "signal 9" in str(error)
+
+
+class Gone:
+    """A process that took requests, and ended before it was told to abort one."""
+
+    started = {"naming": "module", "quantisation": "none"}  # noqa: RUF012
+
+    def post_together(self, _operation: str, count: int, *_: Any) -> list[Future[Any]]:
+        return [Future() for _ in range(count)]
+
+    def post(self, *_: Any) -> Future[Any]:
+        raise EngineProcessError("the engine's process 12 is gone")
+
+
+def test_a_caller_that_is_cancelled_because_the_engine_is_gone_is_only_cancelled():
+    """The first of many requests fails the caller, who cancels the others: each had a traceback of its own."""
+    engine = RemoteEngine(Gone())  # pyright: ignore[reportArgumentType]
+
+    async def scenario() -> None:
+        asked = asyncio.create_task(engine.generate(make_request("r", PROMPTS[0])))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(scenario())
 
 
 def test_an_engine_that_hangs_in_a_refit_is_noticed_within_the_timeout_and_ended(doomed):
