@@ -35,7 +35,10 @@ MASK = [
     np.array([0, 1, 1, 1, 1], dtype=bool),
     np.array([1, 1], dtype=bool),
 ]
-OURS = measure(TRAIN, ROLLOUT, MASK).metrics
+OWNERS = ["a", "a", "b", "c"]
+"""Rollout of each sequence: the first was cut into two samples."""
+
+OURS = measure(TRAIN, ROLLOUT, MASK, rollout_ids=OWNERS).metrics
 
 
 def pairs(index: int | None = None) -> list[tuple[float, float]]:
@@ -56,12 +59,14 @@ def by_sequence(function) -> list[float]:
 # --- miles (loss_hub/losses.py, cp_utils.py, math_utils.py) and slime (megatron_utils/loss.py) ---
 
 
-def miles_abs_diff(per_token: bool) -> float:
-    """Sum over samples of masked sum / own mask count, reported over the number of samples; with per-token loss: the
-    masked sum over the number of tokens."""
+def miles_abs_diff(per_token: bool, owners: list[str] = OWNERS, num_rollouts: int = 3) -> float:
+    """Sum over samples of masked sum / mask count of the sample's whole rollout (``rollout_mask_sums``, at least 1),
+    reported over the number of rollouts; with per-token loss: the masked sum over the number of tokens."""
     if per_token:
         return sum(abs(a - b) for a, b in pairs()) / len(pairs())
-    return sum(sum(abs(a - b) for a, b in pairs(i)) / max(1, len(pairs(i))) for i in range(4)) / 4
+    counts = {name: sum(len(pairs(i)) for i, owner in enumerate(owners) if owner == name) for name in owners}
+    sums = [sum(abs(a - b) for a, b in pairs(i)) / max(1, counts[owner]) for i, owner in enumerate(owners)]
+    return sum(sums) / num_rollouts
 
 
 def miles_train_rollout_kl() -> float:
@@ -73,12 +78,14 @@ def miles_train_rollout_kl() -> float:
 # --- verl (rollout_corr_helper.py: compute_offpolicy_metrics, compute_is_metrics; debug/metrics.py) ---
 
 
-def verl() -> dict[str, float]:
-    """Masked means divide by Σ mask + 1e-8; sequence figures are means over sequences."""
+def verl(num_empty: int = 0) -> dict[str, float]:
+    """Masked means divide by Σ mask + 1e-8; sequence figures are means over sequences, of which ``num_empty`` more have
+    no counted token."""
     n = len(pairs()) + 1e-8
     log_ratio = [a - b for a, b in pairs()]
     gaps = by_sequence(lambda own: (sum(b for _, b in own) - sum(a for a, _ in own)) / (len(own) + 1e-8))
     sums = by_sequence(lambda own: sum(a - b for a, b in own))
+    gaps, sums = [*gaps, *[0.0 / 1e-8] * num_empty], [*sums, *[0.0] * num_empty]
     weights = [math.exp(x) for x in log_ratio]
     scale = sum(weights) / n + 1e-8
     return {
@@ -211,8 +218,25 @@ def test_miles_zero_for_a_nan_lowers_its_number_while_ours_fails() -> None:
     train[3][0] = math.nan  # the worst token of the batch
     d = [np.nan_to_num(np.abs(a - b), nan=0.0, posinf=0.0, neginf=0.0) for a, b in zip(train, ROLLOUT, strict=True)]
     theirs = mean(float(x[m].mean()) for x, m in zip(d, MASK, strict=True))
-    assert theirs < miles_abs_diff(per_token=False)
+    assert theirs < miles_abs_diff(per_token=False, owners=["a", "b", "c", "d"], num_rollouts=4)
     assert measure(train, ROLLOUT, MASK).num_nonfinite == 1
+
+
+def test_a_rollout_without_a_counted_token_dilutes_their_means_and_not_ours() -> None:
+    empty = [*TRAIN, np.array([-1.0])], [*ROLLOUT, np.array([-3.0])], [*MASK, np.zeros(1, dtype=bool)]
+    ours = measure(*empty, rollout_ids=[*OWNERS, "d"]).metrics
+    assert ours == OURS
+    assert miles_abs_diff(per_token=False, num_rollouts=4) == pytest.approx(0.75 * ours["abs_diff/rollout_mean"])
+    theirs = verl(num_empty=1)
+    for name in ("log_ppl_diff", "log_ppl_abs_diff", "chi2_seq"):
+        assert theirs[f"rollout_corr/{name}"] == pytest.approx(0.8 * ours[name])
+
+
+def test_a_rollout_of_two_samples_is_one_in_both_means() -> None:
+    by_sample = miles_abs_diff(per_token=False, owners=["a", "b", "c", "d"], num_rollouts=4)
+    assert OURS["abs_diff/rollout_mean"] == pytest.approx(miles_abs_diff(per_token=False))
+    assert OURS["abs_diff/rollout_mean"] != pytest.approx(by_sample, rel=1e-3)
+    assert measure(TRAIN, ROLLOUT, MASK).metrics["abs_diff/rollout_mean"] == pytest.approx(by_sample)
 
 
 def test_means_of_signed_differences_cancel_where_ours_do_not() -> None:
