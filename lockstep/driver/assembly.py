@@ -135,13 +135,8 @@ def _connect(
     stop_ids = stop_token_ids(tokenizer, model)
     if not stop_ids:
         say("no token ends a completion: neither tokenizer nor generation config names one")
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    vocab_limit = min(len(tokenizer), num_embeddings)
-    prompt = within_context(config.prompt, model, say)
-    renderer = PromptRenderer(tokenizer, prompt, num_embeddings=num_embeddings)
-    with span("start/prompts"):
-        if told := check_prompts(task, renderer, num_train=num_asked(config), num_heldout=config.eval.num_problems):
-            say(told)
+    vocab_limit = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    renderer = _renderer(config, task, tokenizer, model, say)
     # The reference is the policy that reinforcement learning starts from: a resumed run makes it again.
     starts_from_here = config.algorithm.kl.place != "off" and config.reference is None
     if (warm_up or starts_from_here) and config.supervised.steps:
@@ -183,6 +178,17 @@ def _connect(
         proof=_proof(config, gate, trainer, engine, vocab_limit, renderer.config.max_tokens),
         refit_steps=[],
     )
+
+
+def _renderer(config: RunConfig, task: Task, tokenizer: Any, model: Any, say: Callable[[str], None]) -> PromptRenderer:
+    """Renders the run's prompts, and has rendered all that it will ask."""
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    prompt = within_context(config.prompt, model, say)
+    renderer = PromptRenderer(tokenizer, prompt, num_embeddings=num_embeddings)
+    with span("start/prompts"):
+        if told := check_prompts(task, renderer, num_train=num_asked(config), num_heldout=config.eval.num_problems):
+            say(told)
+    return renderer
 
 
 def _trainer(config: RunConfig, model: Any, vocab_limit: int) -> FsdpTrainer:
