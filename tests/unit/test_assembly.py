@@ -125,7 +125,7 @@ def test_a_tokenizer_without_an_end_is_told_and_can_t_be_taught_one(monkeypatch:
     given_tokenizers(monkeypatch, {0: endless})
     monkeypatch.setattr(assembly, "load_model", without_end(assembly.load_model))
     assert any("no token ends a completion" in line for line in told(config()))
-    with pytest.raises(TaskError, match="no end-of-sequence token to teach; set supervised.steps = 0"):
+    with pytest.raises(TaskError, match=r"no end-of-sequence token to teach; set supervised.steps = 0"):
         told(config(supervised=SupervisedConfig(steps=1, batch_size=2)))
 
 
