@@ -68,6 +68,14 @@ def masters_are_not_coarser(config: RunConfig) -> Iterator[Violation]:
 
 
 @rule
+def a_budget_of_tokens_has_a_choice(config: RunConfig) -> Iterator[Violation]:
+    """A micro-batch of one sequence has that sequence's tokens, whatever the budget. Megatron's arguments say both."""
+    t = config.trainer
+    if t.packing == "single" and t.backend == "fsdp":
+        yield from inert(t, "trainer", "micro_batch_tokens", "with packing single", ("trainer.packing",))
+
+
+@rule
 def replayed_routes_are_recorded(config: RunConfig) -> Iterator[Violation]:
     """Routing replay runs the experts that came with the rollout, so the engine has to record them."""
     if config.trainer.routing_replay and not config.rollout.record_routes:

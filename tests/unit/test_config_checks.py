@@ -296,6 +296,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"cluster.colocated": False, "cluster.rollout_gpus": 8, "cluster.nodes": 8},
         "cluster.rollout_gpus",
     ),
+    (
+        "a_budget_of_tokens_has_a_choice",
+        {"trainer.packing": "single", "trainer.micro_batch_tokens": 77},
+        "trainer.micro_batch_tokens",
+    ),
     ("kept_mtp_layers_survive_a_cut", {"prepare.keep_mtp": True}, "prepare.keep_mtp"),
     ("high_precision_is_beside_quantised_weights", {"prepare.high_precision": ["gate"]}, "prepare.high_precision"),
     (
@@ -369,6 +374,9 @@ ALLOWED: list[dict[str, Any]] = [
     {"cluster.colocated": False, "cluster.rollout_gpus": 7, "cluster.nodes": 8},
     APART | {"environment.trainer.NCCL_ALGO": "Ring", "environment.engine.NCCL_ALGO": "Tree"},
     {"prepare.keep_mtp": True, "prepare.keep_layers": 4},
+    {"trainer.packing": "single"},
+    {"trainer.packing": "padded", "trainer.micro_batch_tokens": 77},
+    SGLANG | MEGATRON | {"trainer.packing": "single", "trainer.micro_batch_tokens": 77},
     {"prepare.high_precision": ["gate"], "prepare.quantisation": "fp8"},
     FP8 | {"prepare.quantisation": "none"},
 ]
