@@ -60,11 +60,11 @@ lint: setup-dev  ## ruff, pyright and the import contract
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: setup  ## All benchmarks, one JSON file each in benchmarks/results (over an hour on two cores; keep them quiet)
+bench: setup  ## All benchmarks that need no GPU, one JSON file each in benchmarks/results (over an hour on two cores; keep them quiet)
 	$(PIP) --editable '.[bench]'
 	mkdir -p benchmarks/results
 	missed=; \
-	for name in machine start logprobs agreement generation refit end_to_end quickstart_seeds; do \
+	for name in machine start logprobs agreement generation refit prepare routing_replay end_to_end quickstart_seeds; do \
 		echo "benchmarks.$$name" >&2; \
 		$(BIN)/python -m benchmarks.$$name > benchmarks/results/$$name.json || missed="$$missed $$name"; \
 	done; \

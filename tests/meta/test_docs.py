@@ -192,6 +192,12 @@ def test_make_targets_named_in_the_documents_exist() -> None:
     assert set(inline + shell) <= targets
 
 
+def test_make_bench_runs_every_benchmark_that_needs_no_gpu() -> None:
+    (listed,) = re.findall(r"for name in ([a-z_ ]+); do", (ROOT / "Makefile").read_text())
+    commands = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"__main__"' in path.read_text()}
+    assert set(listed.split()) == {name for name in commands if not name.endswith(("_gpu", "_side"))}
+
+
 def test_the_configuration_page_is_what_the_schema_says() -> None:
     reference = load_module(ROOT / "tools" / "config_reference.py")
     assert TEXTS["docs/configuration.md"] == reference.render(), "run: .venv/bin/python tools/config_reference.py"
