@@ -83,8 +83,13 @@ def _as_score(value: object) -> Score:
     if value is None:
         return Score(None)
     plain = _plain(value.reward if isinstance(value, Score) else value)
-    if isinstance(value, Score) and plain is None:
-        return replace(value, correct=_flag(value.correct), formatted=_flag(value.formatted))
+    if isinstance(value, Score):
+        for name in ("correct", "formatted"):
+            flag = _plain(getattr(value, name))
+            if flag not in (None, True, False):  # 0.3 and "no" would count as right
+                return Score(None, error=f"returned a Score whose {name} is {flag!r}; True, False or None is right")
+        if plain is None:
+            return replace(value, correct=_flag(value.correct), formatted=_flag(value.formatted))
     if not isinstance(plain, Real):
         inside = "a Score whose reward is " if isinstance(value, Score) else ""
         return Score(None, error=f"returned {inside}{type(plain).__name__}; a number, a Score or None is right")

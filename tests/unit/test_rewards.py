@@ -216,6 +216,22 @@ ODD = [math.nan, math.inf, -math.inf, Score(math.nan), "1", [1.0], 1j, Score("1"
 HUGE = [1.1e9, -1e30, 10**400, np.float32(2e9), Score(1e10), np.float64(math.nan)]
 
 
+@pytest.mark.parametrize("name", ["correct", "formatted"])
+@pytest.mark.parametrize(
+    ("flag", "taken"),
+    [(True, True), (np.bool_(False), False), (1, True), (0.0, False), (None, None)]
+    + [(flag, "error") for flag in (0.3, "no", math.nan, [], np.float32(0.9))],
+)
+def test_what_is_neither_right_nor_wrong_is_no_flag_of_a_score(name: str, flag: object, taken: object) -> None:
+    """Truth as Python has it made 0.3 and "no" right answers in the accuracy and in dynamic sampling."""
+    score = score_one(RewardSum(weighted(own=(lambda *_: Score(0.5, **{name: flag}), 1.0))))
+    if taken == "error":
+        assert score.reward is None
+        assert f"a Score whose {name} is " in str(score.error)
+    else:
+        assert (score.reward, score.error, getattr(score, name)) == (0.5, None, taken)
+
+
 @pytest.mark.parametrize("value", [*ODD, *HUGE])
 def test_rewards_that_are_no_number_of_sensible_size_are_errors(value):
     score = score_one(RewardSum(weighted(odd=(lambda p, c, s: value, 1.0))))
