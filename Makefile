@@ -51,7 +51,7 @@ test: setup-dev setup-vllm lint  ## Lint, types, import contract and all tests
 	$(BIN)/python -m pytest -m slow
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm
 
-test-fast: setup-dev  ## Unit and contract tests only (no slow ones)
+test-fast: setup-dev  ## All tests but the slow ones and those of vLLM
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
 lint: setup-dev  ## ruff, pyright and the import contract
