@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ def test_imports_point_one_way() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     kept = ("Imports point one way KEPT", "Lanes can be used alone KEPT", " 0 broken")
     assert [text for text in kept if text not in done.stdout] == []
+
+
+def test_the_contract_of_lanes_names_every_other_part_of_the_package() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (forbidden,) = [contract["forbidden_modules"] for contract in contracts if contract["id"] == "lanes"]
+    parts = {path.stem for path in (REPOSITORY / "lockstep").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(forbidden) == {f"lockstep.{part}" for part in parts - {"__init__", "__main__", "__pycache__", "lanes"}}
 
 
 def modules_after(statement: str) -> set[str]:
