@@ -34,9 +34,19 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "task.heldout_path", identity(Path(config.task.heldout_path))
     for index, reward in enumerate(config.task.rewards):
         module, separator, _ = reward.name.partition(":")
-        spec = importlib.util.find_spec(module) if separator else None
-        if spec is not None and spec.origin is not None:
-            yield f"task.rewards[{index}]", identity(Path(spec.origin))
+        origin = _origin(module) if separator else None
+        if origin is not None:
+            yield f"task.rewards[{index}]", identity(Path(origin))
+
+
+def _origin(module: str) -> str | None:
+    """The file of a module; None if it can't be found, or if a package above it can't be imported: what is wrong with a
+    reward is told where it is loaded."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (Exception, SystemExit):  # a package's sys.exit() would end the run as if it had succeeded
+        return None
+    return None if spec is None else spec.origin
 
 
 def _model_files(key: str, source: ModelSource) -> Iterator[tuple[str, str]]:
