@@ -28,6 +28,7 @@ from lockstep.checkpoint.weights import compare
 from lockstep.model.weights import ModelWeights
 from lockstep.refit.names import as_checkpoint
 from tests.contract.tiny_models import tiny_model
+from tests.published_configs import GLM_5_2, INKLING_SMALL, QWEN3_30B
 from tests.synthetic_checkpoints import FAMILIES, make_checkpoint, write_checkpoint, write_files
 
 QUANTISATION = {
@@ -155,35 +156,9 @@ def test_deepseek_v4_pro_has_the_published_number_of_tensors_and_elements() -> N
 
 
 def test_glm_5_2_fp8_has_the_published_number_of_tensors_and_elements_of_each_dtype() -> None:
-    layers = 78
-    config = {
-        "model_type": "glm_moe_dsa",
-        "dtype": "bfloat16",
-        "num_hidden_layers": layers,
-        "num_nextn_predict_layers": 1,
-        "hidden_size": 6144,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
-        "num_attention_heads": 64,
-        "q_lora_rank": 2048,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "index_n_heads": 32,
-        "index_head_dim": 128,
-        "index_topk": 2048,
-        "index_topk_freq": 4,
-        "index_skip_topk_offset": 3,
-        "vocab_size": 154880,
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    }
-    items = wanted(config)
+    layers = {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75, "dtype": "bfloat16"}
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    items = wanted({**GLM_5_2, **layers, "quantization_config": fp8})
     assert len(items) == 118_629
     assert elements(of_dtype(items, "F8_E4M3")) == 751_226_191_872
     bias = [item for name, item in items.items() if name.endswith("e_score_correction_bias")]
@@ -194,31 +169,8 @@ def test_glm_5_2_fp8_has_the_published_number_of_tensors_and_elements_of_each_dt
 
 def inkling_small() -> dict[str, Any]:
     return {
-        "model_type": "inkling_mm_model",
-        "text_config": {
-            "torch_dtype": "bfloat16",
-            "hidden_size": 4096,
-            "num_hidden_layers": 42,
-            "vocab_size": 201024,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "swa_num_attention_heads": 32,
-            "swa_num_key_value_heads": 8,
-            "swa_head_dim": 128,
-            "d_rel": 16,
-            "rel_extent": 1024,
-            "sliding_window_size": 512,
-            "dense_mlp_idx": 2,
-            "sconv_kernel_size": 4,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "dense_intermediate_size": 16384,
-            "intermediate_size": 2048,
-            "local_layer_ids": [layer for layer in range(42) if layer % 6 != 5],
-        },
-        "mtp_config": {"num_nextn_predict_layers": 8, "local_layer_ids": [0, 2, 4, 5, 6, 7]},
+        **INKLING_SMALL,
+        "text_config": {**INKLING_SMALL["text_config"], "torch_dtype": "bfloat16"},
         "audio_config": {"n_mel_bins": 80, "mel_vocab_size": 16},
         "vision_config": {"patch_size": 40, "temporal_patch_size": 2, "n_channels": 3, "n_layers": 4},
     }
@@ -245,19 +197,7 @@ def test_inkling_small_has_the_published_number_of_tensors_and_bytes() -> None:
     ("config", "tensors", "parameters"),
     [
         (
-            {
-                "model_type": "qwen3_moe",
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "moe_intermediate_size": 768,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "vocab_size": 151936,
-            },
+            QWEN3_30B,
             18_867,
             30_532_122_624,
         ),
