@@ -32,7 +32,7 @@ from lockstep.model.weights import ModelWeights
 from lockstep.records import Claim, Sequence
 from lockstep.refit.behaves import PATHS, Behaviour, Measured, fitting_bound
 from lockstep.refit.bisect import TOLERANCE, Difference, first_difference
-from lockstep.refit.names import as_checkpoint, named_for
+from lockstep.refit.names import as_checkpoint, families, named_for
 from lockstep.refit.probes import OtherWeights, Probes, holding, indexer_tokens, make_probes
 from lockstep.refit.subjects import EngineName, Subject, start_subject
 from lockstep.refit.transaction import RefitError, run_refit
@@ -48,7 +48,8 @@ DISK_BOUNDS = {"float32": 1e-5, "bfloat16": 0.1}
 """The same from an engine loaded from disk: one program on both sides, so mostly no difference at all."""
 MAX_CONTEXT = 512
 UNPUBLISHED = ("inkling_text",)
-"""Published only with towers for pictures and sound: transformers reads the text model alone under module names."""
+"""Published only with towers for pictures and sound: transformers reads the text model alone under module names. Those
+are also what is left for a family without a table of names: an engine that reads published ones is then refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +286,14 @@ def _own_scores(model: Any, sequences: Seq[Sequence], dtype: str) -> dict[str, L
 
 
 def _folder(model: Any, weights: WeightSource | None, folder: Path) -> Path:
-    """A checkpoint folder under published names, without weights if there are none."""
+    """A checkpoint folder under published names, as far as there are some; without weights if there are none."""
     from safetensors.torch import save_file
 
     write_model_folder(model, folder)
     if weights is not None:
-        named = weights if weights.manifest().model_type in UNPUBLISHED else as_checkpoint(weights)
+        model_type = weights.manifest().model_type
+        published = model_type in families() and model_type not in UNPUBLISHED
+        named = as_checkpoint(weights) if published else weights
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in whole_tensors(named)}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -18,6 +18,7 @@ from lockstep.model.load import ModelError, load_model
 from lockstep.model.tiny import tiny_names, tiny_source
 from lockstep.records import Claim
 from lockstep.refit.check import as_text, check_refit
+from lockstep.refit.names import families
 from lockstep.rollout.receiver import TorchReceiver
 
 
@@ -212,6 +213,39 @@ def test_a_folder_that_transformers_saved_passes(tmp_path: Path, capsys: pytest.
     load_model(tiny("tiny-glm4-moe"), torch.float32).save_pretrained(tmp_path / "model")
     code, out = command(capsys, str(tmp_path / "model"))
     assert code == 0, out
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+WITHOUT_TABLE = {
+    "gpt2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "mixtral": {**SIZES, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
+}
+
+
+def model_without_table(model_type: str, folder: Path) -> PathModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert model_type not in families()
+    config = AutoConfig.for_model(model_type, **WITHOUT_TABLE[model_type])
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return PathModel(path=str(folder))
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_TABLE)
+def test_a_family_without_a_table_of_names_is_checked_in_an_engine_that_needs_none(
+    model_type: str, tmp_path: Path
+) -> None:
+    result = check_refit(model_without_table(model_type, tmp_path), "torch")
+    assert result.ok, as_text(result)
+
+
+def test_a_family_without_a_table_is_refused_by_name_where_an_engine_reads_published_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchReceiver, "naming", "checkpoint")
+    shown = as_text(check_refit(model_without_table("gpt2", tmp_path), "torch"))
+    assert "names can't be translated to the engine's: no name table for 'gpt2'" in shown
+    assert "REFUSED. See why above" in shown
 
 
 def test_the_check_imports_no_trainer() -> None:
