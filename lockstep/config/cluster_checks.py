@@ -126,6 +126,15 @@ def vllm_has_no_expert_size_of_its_own(config: RunConfig) -> Iterator[Violation]
 
 
 @rule
+def a_kind_of_hardware_has_its_device(config: RunConfig) -> Iterator[Violation]:
+    """The kind of device that a layout's evidence is about is the one that the run is on."""
+    kind, device = config.cluster.hardware, config.device
+    if kind is not None and device != "auto" and (kind == "cpu") != (device == "cpu"):
+        message = f"is {device}, and cluster.hardware is {kind}: the run would not be on what it names"
+        yield Violation("device", message, 'set device = "auto", or leave cluster.hardware out', ("cluster.hardware",))
+
+
+@rule
 def devices_are_the_trainers_or_the_engines(config: RunConfig) -> Iterator[Violation]:
     """Colocated engines have the trainer's devices; engines apart need some, and must leave some."""
     cluster = config.cluster

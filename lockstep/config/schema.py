@@ -326,7 +326,9 @@ class RunConfig(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; None: one per core that this process may use."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where torch can use a GPU.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where torch can use a GPU, unless cluster.hardware is cpu."
+    )
     head_dtype: Literal["model", "float32"] = Field(
         default="model",
         description="Precision of the output head's product, on both sides: the model's own, or float32 over the same "

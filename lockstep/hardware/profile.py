@@ -102,7 +102,7 @@ def choose(
     Raises ``ConfigError`` when the configuration asks for a device that is not here.
     """
     environment = os.environ if environment is None else environment
-    device = _choose_device(profile, config.device if config else "auto")
+    device = _choose_device(profile, config)
     threads = _choose_threads(profile, config.threads if config else None, environment)
     dtypes = (
         {"trainer.dtype": config.trainer.dtype, "rollout.dtype": config.rollout.dtype}
@@ -112,12 +112,15 @@ def choose(
     return (device, threads, *(_judge_dtype(profile, device, key, dtype) for key, dtype in dtypes.items()))
 
 
-def _choose_device(profile: Profile, wanted: str) -> Choice:
+def _choose_device(profile: Profile, config: RunConfig | None) -> Choice:
+    wanted = config.device if config else "auto"
     if wanted == "cuda" and not profile.gpus:
         problem = Violation("device", f"no CUDA device: {profile.why_no_gpu}", 'set device = "cpu" or "auto"')
         raise ConfigError("hardware", [problem])
     if wanted != "auto":
         return Choice("device", wanted, "as configured")
+    if config and config.cluster.hardware == "cpu":
+        return Choice("device", "cpu", "cluster.hardware is cpu")
     if profile.gpus:
         return Choice("device", "cuda", f"{profile.device_name} is usable")
     return Choice("device", "cpu", profile.why_no_gpu)

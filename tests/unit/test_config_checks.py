@@ -296,6 +296,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"cluster.colocated": False, "cluster.rollout_gpus": 8, "cluster.nodes": 8},
         "cluster.rollout_gpus",
     ),
+    ("a_kind_of_hardware_has_its_device", {"cluster.hardware": "h200", "device": "cpu"}, "device"),
+    ("a_kind_of_hardware_has_its_device", {"cluster.hardware": "cpu", "device": "cuda"}, "device"),
     (
         "a_budget_of_tokens_has_a_choice",
         {"trainer.packing": "single", "trainer.micro_batch_tokens": 77},
@@ -374,6 +376,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"cluster.colocated": False, "cluster.rollout_gpus": 7, "cluster.nodes": 8},
     APART | {"environment.trainer.NCCL_ALGO": "Ring", "environment.engine.NCCL_ALGO": "Tree"},
     {"prepare.keep_mtp": True, "prepare.keep_layers": 4},
+    {"cluster.hardware": "cpu", "device": "cpu"},
+    {"cluster.hardware": "mi355x", "device": "cuda"},
     {"trainer.packing": "single"},
     {"trainer.packing": "padded", "trainer.micro_batch_tokens": 77},
     SGLANG | MEGATRON | {"trainer.packing": "single", "trainer.micro_batch_tokens": 77},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.cluster_schema import ClusterConfig
 from lockstep.config.errors import ConfigError
 from lockstep.config.schema import ArithmeticTask, BoundConfig, GateConfig, GgufModel, RunConfig
 from lockstep.hardware.cpu import Cpu, detect_cpu
@@ -229,6 +230,14 @@ def test_auto_takes_a_gpu_where_there_is_one_and_gives_the_reason() -> None:
 def test_a_configured_device_that_is_not_here_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"no CUDA device: no NVIDIA driver[\s\S]*way out"):
         choose(PROFILE, run_config(device="cuda"), {})
+
+
+def test_a_run_that_names_the_cpu_as_its_hardware_is_on_the_cpu_where_a_gpu_is() -> None:
+    with_gpu = replace(PROFILE, cuda=Cuda((GPU,), "1", "5", "12"))
+    named = run_config(cluster=ClusterConfig(hardware="cpu"))
+    device = by_setting(choose(with_gpu, named, {}))["device"]
+    assert (device.value, device.reason) == ("cpu", "cluster.hardware is cpu")
+    assert by_setting(choose(with_gpu, run_config(), {}))["device"].value == "cuda"
 
 
 @pytest.mark.parametrize(
