@@ -53,6 +53,7 @@ TOLD_ERRORS = {
     ("lockstep.driver.idle", "IdleError"): EXIT_FAILED,
     ("lockstep.driver.evidence", "ReplayError"): EXIT_FAILED,
     ("lockstep.parity.factors", "FactorError"): EXIT_USAGE,
+    ("lockstep.parity.attribute", "SearchError"): EXIT_USAGE,
     ("lockstep.lanes.errors", "LanesError"): EXIT_USAGE,
 }
 """Errors whose text says what was wrong and what would be right: it is shown without a traceback, with this exit code.

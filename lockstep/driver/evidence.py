@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.gate_checks import bounds_for
+from lockstep.config.gate_checks import bounds_for, fitting_bounds
 from lockstep.config.load import load_run_config
 from lockstep.config.schema import BoundConfig, RunConfig
 from lockstep.driver.assembly import Parts, assembled
@@ -119,10 +119,11 @@ def _served(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 # --- from a run folder ------------------------------------------------------------------------------------------------
 
 
-def from_run(run_dir: Path, step: int | None = None, device: str | None = None) -> Evidence:
-    """The batch of ``step`` (None: the last recorded one) with the run's weights at or before it.
+def from_run(run_dir: Path, step: int | None = None, device: str | None = None, *, judged: bool = True) -> Evidence:
+    """The batch of ``step`` (None: the last recorded one) with the run's weights at or before it. Without ``judged``
+    there need be no bound for the device that it is scored on.
 
-    Raises ReplayError if the batch or any weights are missing, or no token of it can be compared.
+    Raises ReplayError if the batch, any weights or the device are missing, or no token of it can be compared.
     """
     config = load_run_config(str(run_dir / CONFIG), find_recipe=no_recipe).config
     steps = rollout_steps(run_dir)
@@ -136,14 +137,18 @@ def from_run(run_dir: Path, step: int | None = None, device: str | None = None) 
     if not sampled:
         raise ReplayError(f"no token was sampled in step {step}")
     version = max(sampled)
-    chosen = {choice.setting: choice for choice in choose(detect(), config)}
+    profile = detect()
+    chosen = {choice.setting: choice for choice in choose(profile, config)}
     torch.set_num_threads(int(chosen["threads"].value))
     device = device or str(chosen["device"].value)
+    if device == "cuda" and not profile.gpus:
+        raise ReplayError(f"there is no GPU to score on: {profile.why_no_gpu}; parity replay takes --device cpu")
+    bounds = bounds_for(config, device) if judged else fitting_bounds(config, device)
     model, vocab_limit, at, note = _weights(run_dir, config, step, version, device)
     setting = Setting(config.rollout, config.trainer, trainer_temperature=config.rollout.temperature)
     bench = Bench(model, setting, recorded, version=version, vocab_limit=vocab_limit, served=_served(run_dir, step))
     updated = _checkpoint_scores(run_dir, config, step, bench, device)
-    return Evidence(bench, config, step, at == version, note, bounds_for(config, device), updated)
+    return Evidence(bench, config, step, at == version, note, bounds, updated)
 
 
 def _checkpoint_scores(run_dir: Path, config: RunConfig, step: int, bench: Bench, device: str) -> Updated | None:

@@ -118,7 +118,7 @@ def replay(
 ) -> int:
     """Score a recorded batch again on ``engine`` ("torch", "vllm" or "trainer") and hold it against what the run
     recorded. vLLM is started anew and refitted with the trainer's weights, its claims checked."""
-    evidence = with_options(from_run(run_dir, step, device), dtype=dtype, path=path)
+    evidence = with_options(from_run(run_dir, step, device, judged=False), dtype=dtype, path=path)
     bench, setting = evidence.bench, evidence.bench.setting
     if engine == "trainer":
         trainer = setting.trainer.model_copy(update={"dtype": dtype or setting.trainer.dtype})
@@ -202,8 +202,8 @@ def attribute_evidence(
 
 
 def _judged_bound(evidence: Evidence, recorded: Scores | None) -> BoundConfig:
-    """The first bound that the recorded batch fails, else the first that can be resampled. Raises ReplayError if there
-    is none, or if all that it fails are on metrics that can't be."""
+    """Of the bounds that the recorded batch fails, the one that it exceeds most (the verdict's); else the first that
+    can be resampled. Raises ReplayError if there is none, or if all that it fails are on metrics that can't be."""
     usable = [bound for bound in evidence.bounds if bound.metric in METRICS]
     if not usable:
         names = ", ".join(bound.metric for bound in evidence.bounds)
@@ -214,7 +214,7 @@ def _judged_bound(evidence: Evidence, recorded: Scores | None) -> BoundConfig:
             f"the recorded batch is above its bound on {', '.join(others)}, which can't be resampled by rollout; those "
             f"that can, {', '.join(bound.metric for bound in usable)}, are within theirs"
         )
-    return next(iter(failed), usable[0])
+    return max(failed, key=lambda bound: _share(recorded, bound), default=usable[0])
 
 
 def _failed_elsewhere(evidence: Evidence) -> list[str]:
@@ -228,6 +228,11 @@ def _failed_elsewhere(evidence: Evidence) -> list[str]:
 def _fails(scores: Scores, bound: BoundConfig) -> bool:
     every = np.concatenate(scores.differences)
     return bool(scores.num_nonfinite) or (len(every) > 0 and metric_value(bound.metric, every) > bound.bound)
+
+
+def _share(scores: Scores | None, bound: BoundConfig) -> float:
+    every = np.concatenate(scores.differences) if scores is not None else np.empty(0)
+    return metric_value(bound.metric, every) / bound.bound if len(every) else 0.0
 
 
 def _value(scores: Scores, metric: str) -> str:

@@ -127,6 +127,10 @@ class Attribution:
         return min(finite or [self.unchanged], key=lambda trial: trial.value if trial.value is not None else np.inf)
 
 
+class SearchError(ValueError):
+    """A search that can't be made as it was asked for; the text says what would do."""
+
+
 class _BudgetSpent(Exception):
     """The next evaluation would be one too many."""
 
@@ -144,15 +148,18 @@ def attribute(
     """Find which factors restore an agreement that fails ``bound``, in at most ``budget`` calls of ``evaluate``.
 
     ``evaluate`` gets the names of the changed factors. ``full`` evaluates every subset instead of searching. Raises
-    ValueError for doubled names, a budget below 2, or a full factorial that the budget does not cover.
+    SearchError for doubled names, a budget below 2, or a full factorial that the budget does not cover.
     """
     names = [factor.name for factor in [*factors, *(part for factor in factors for part in factor.parts)]]
-    if len(set(names)) != len(names):
-        raise ValueError(f"two factors share a name: {sorted(names)}")
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise SearchError(f"two factors share a name: {', '.join(doubled)}")
     if budget < 2:
-        raise ValueError(f"a budget of {budget} runs can't compare anything; give at least 2")
+        raise SearchError(f"a budget of {budget} runs can't compare anything; give at least 2")
     if full and 2 ** len(factors) > budget:
-        raise ValueError(f"all subsets of {len(factors)} factors are {2 ** len(factors)} runs, the budget is {budget}")
+        raise SearchError(
+            f"all subsets of {len(factors)} factors are {2 ** len(factors)} runs, the budget is {budget}: raise it, "
+            "name fewer factors, or let it search"
+        )
     return _Search(evaluate, factors, bound, budget, metric, seed).run(full)
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from lockstep.cli import app
+from lockstep.agreement import Agreement, measure
+from lockstep.cli import app, main
+from lockstep.config.errors import ConfigError
 from lockstep.demo import layer_dropped
-from lockstep.driver.evidence import ReplayError, from_run
+from lockstep.driver.evidence import Evidence, ReplayError, from_run
+from lockstep.driver.parity_commands import attribute_evidence
 from lockstep.loop import train
 from lockstep.metrics.run_folder import rollout_steps
+from lockstep.parity.gate import Gate
 from lockstep.recipes import load_recipe
 from lockstep.rollout.torch_engine import TorchEngine
 from tests.e2e.conftest import SMALL
@@ -142,6 +150,66 @@ def test_measure_shows_the_refit_as_the_link_that_breaks(stopped: Path, capsys: 
     code, out = command(capsys, "parity", "measure", str(stopped), "--step", "3")
     assert "prefill/loaded" in out
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["attribute", "RUN", "--full"], 2, "all subsets of"),
+        (["attribute", "RUN", "--factor", "prefill", "--factor", "prefill"], 2, "two factors share a name: prefill"),
+        pytest.param(
+            ["replay", "RUN", "1", "--device", "cuda"], 1, "there is no GPU to score on",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_cant_be_done_is_told_without_a_traceback(
+    stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    given = [str(stopped) if argument == "RUN" else argument for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["lockstep", "parity", *given])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_replay_needs_no_bound_for_its_device(stopped: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    config = run_dir / "config.toml"
+    text = config.read_text(encoding="utf-8")
+    elsewhere = 'bounds = [{ bound = 1e-4, hardware = "cuda", evidence = "of another machine" }]'
+    config.write_text(re.sub("^bounds = .*$", elsewhere, text, flags=re.MULTILINE), "utf-8")
+    with pytest.raises(ConfigError, match="has no bound for cpu"):
+        from_run(run_dir)
+    assert from_run(run_dir, judged=False).bounds == ()
+
+
+def test_the_metric_that_is_searched_is_the_one_that_the_verdict_names(stopped: Path) -> None:
+    evidence = from_run(stopped)
+    some = evidence.bounds[0]
+    bounds = tuple(
+        some.model_copy(update={"metric": metric, "bound": bound})
+        for metric, bound in (("abs_diff/mean", 1e-3), ("abs_diff/max", 1e-3), ("k3", 10.0))
+    )
+    verdict = Gate(evidence.config.gate, bounds).judge(measure_recorded(evidence), evidence.step)
+    result, _ = attribute_evidence(replace(evidence, bounds=bounds), ("load",))
+    assert result.metric == verdict.metric == "abs_diff/max"
+
+
+def measure_recorded(evidence: Evidence) -> Agreement:
+    fresh = evidence.bench.fresh
+    return measure(
+        [one.train_logprobs for one in evidence.bench.recorded],  # pyright: ignore[reportArgumentType]
+        [sequence.logprobs for sequence in fresh],
+        [sequence.loss_mask for sequence in fresh],
+    )
 
 
 def test_a_version_without_a_checkpoint_is_said_to_be_one(stopped: Path, tmp_path: Path) -> None:
