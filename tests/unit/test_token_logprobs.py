@@ -137,6 +137,42 @@ def test_a_head_of_several_layers_gives_the_models_own_logprobs() -> None:
         TokenLogProbs(split, vocab_limit=100)
 
 
+def test_a_head_with_a_bias_is_not_taken_for_a_plain_product() -> None:
+    split = split_model()
+    plain = split.model.lm_head
+    split.model.lm_head = torch.nn.Linear(32, 99, bias=True)
+    with torch.no_grad():
+        split.model.lm_head.weight.copy_(plain.weight)
+        split.model.lm_head.bias.copy_(torch.linspace(-3, 3, 99))
+    head = TokenLogProbs(split, chunk_tokens=5)
+    hidden, rows, tokens, _ = inputs()
+    logits = hidden.double() @ plain.weight.double().T + torch.linspace(-3, 3, 99).double()
+    expected = torch.log_softmax(logits, -1)[rows, tokens]
+    torch.testing.assert_close(head(hidden, rows, tokens).double(), expected, rtol=0, atol=2e-5)
+
+
+def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:
+    """512 chunks whose shares all but cancel one large one: in bfloat16 each would be rounded away."""
+    split = split_model(torch.bfloat16)
+    num = 512
+    hidden = torch.full((num, 32), 2.0**-9).bfloat16()
+    hidden[-1] = 4.0  # chunks are gone through from the last one on
+    rows, tokens = torch.arange(num), torch.full((num,), 5)
+    TokenLogProbs(split, chunk_tokens=1)(hidden, rows, tokens).sum().backward()
+    weight = split.model.lm_head.weight.detach().double().requires_grad_()
+    logits = (hidden.double() @ weight.T).bfloat16().double().detach()
+    share = torch.nn.functional.one_hot(tokens, 99) - logits.softmax(-1)
+    expected = share.T @ hidden.double()
+    assert split.model.lm_head.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(split.model.lm_head.weight.grad.double(), expected, rtol=2**-7, atol=2**-9)
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="one above 0"):
+            TokenLogProbs(split_model(), temperature=temperature)
+
+
 def test_argmax_is_of_the_limited_vocabulary() -> None:
     split = split_model()
     hidden, rows, _, _ = inputs()
