@@ -42,6 +42,13 @@ def compiled() -> Backend:
     return found
 
 
+BOTH = pytest.mark.parametrize("by", ["kernels", "torch"])
+
+
+def way(name: str) -> Backend:
+    return compiled() if name == "kernels" else TORCH
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_the_kernel_equals_the_reference_within_one_rounding_of_the_output(shape, scale):
@@ -49,6 +56,26 @@ def test_the_kernel_equals_the_reference_within_one_rounding_of_the_output(shape
     got = module.decode_attention(queries, cache, lengths, 0.125, compiled())
     expected = reference(queries, cache, lengths, 0.125)
     torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_scaling_that_is_no_power_of_two_is_not_rounded_into_the_queries(shape):
+    queries, cache, lengths = inputs(*shape, 30.0)
+    got = module.decode_attention(queries, cache, lengths, 0.0884, compiled())
+    torch.testing.assert_close(got.double(), reference(queries, cache, lengths, 0.0884), rtol=2**-8, atol=2e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_that_are_all_far_from_zero_neither_vanish_nor_overflow(by, shape, sign):
+    """Between 200 and 400 on one side: only their differences may reach the exponential."""
+    queries, cache, lengths = inputs(*shape)
+    queries = torch.full_like(queries, sign * 300.0 / queries.shape[2])
+    cache[:, :, 0] = cache[:, :, 0].sign() * 0.05 + 1
+    got = module.decode_attention(queries, cache, lengths, 1.0, way(by))
+    expected = reference(queries, cache, lengths, 1.0)
+    torch.testing.assert_close(got.double(), expected, rtol=2**-6, atol=2**-6 if by == "torch" else 2e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,13 +154,6 @@ def norm_of(size: int, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
 
 def halves(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
-
-
-BOTH = pytest.mark.parametrize("by", ["kernels", "torch"])
-
-
-def way(name: str) -> Backend:
-    return compiled() if name == "kernels" else TORCH
 
 
 @BOTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from lockstep.config.schema import BoundConfig, GateConfig
 from lockstep.interfaces import LogProbs
 from lockstep.parity.gate import Gate
-from lockstep.parity.measure import measure_scores, measure_step, token_context
+from lockstep.parity.measure import judgeable, measure_scores, measure_step, token_context
 from lockstep.records import Problem, Rollout, Score, Sequence, TrainSequence
 
 
@@ -235,6 +236,47 @@ def test_the_mask_is_the_one_from_before_rejections_which_are_counted():
     assert agreement.num_rejected == 3
     assert agreement.num_tokens == 12
     assert gate().judge(agreement, 0).status == "stop"
+
+
+def test_of_rollouts_that_the_trainer_has_not_seen_only_broken_tokens_are_judged():
+    """A batch of several optimizer steps is judged after the first: NaN in its later parts must not wait."""
+    rollouts = make_rollouts(num=5)
+    rollouts[3].sequences[0].logprobs[[1, 4]] = np.nan  # of which token 1 was not sampled
+    rollouts[4].sequences[0].logprobs[1] = np.nan
+    two = replace(rollouts[2], sequences=(rollouts[2].sequences[0], make_rollouts(num=9)[8].sequences[0]))
+    two.sequences[1].logprobs[2] = np.inf
+    seen, known = judgeable(trained(rollouts[:3]), [*rollouts[:2], two, *rollouts[3:]])
+    assert [rollout.rollout_id for rollout in seen] == ["r0", "r1", "r2", "r3"]
+    agreement = measure_step(known, seen, version=2)
+    assert (agreement.num_tokens, agreement.num_nonfinite) == (8, 2)
+    assert {(token.row, token.column) for token in agreement.worst_tokens[:2]} == {(3, 2), (4, 4)}
+    healthy = make_rollouts(num=3)
+    seen, known = judgeable(trained(healthy[:1]), healthy)
+    assert [rollout.rollout_id for rollout in seen] == ["r0"]
+    assert measure_step(known, seen, version=2).num_nonfinite == 0
+
+
+def test_routes_of_a_step_are_compared_where_both_sides_have_them():
+    """At the token whose log-prob the forward gave: position t−1 for token t."""
+    rollouts = make_rollouts()
+    routes = np.tile(np.array([[[0, 1], [2, 3]]], dtype=np.int16), (5, 1, 1))
+    for rollout in rollouts[:2]:
+        object.__setattr__(rollout.sequences[0], "routes", routes)
+    other = routes.copy()
+    other[3, 1] = [2, 7]  # the forward of position 3 gives token 4
+    other[0] = 9  # gives token 1, which was not sampled
+    logprobs = trained(rollouts)
+    logprobs["s1"][4] += 1.0
+    agreement = measure_step(logprobs, rollouts, version=2, train_routes={"s0": routes, "s1": other, "s2": routes})
+    assert agreement.metrics["route_agree"] == pytest.approx(15 / 16)
+    found = {label: (b.num_tokens, b.abs_diff_max) for label, b in agreement.buckets["routes"].items()}
+    assert found == {"equal": (7, 0.0), "flipped": (1, pytest.approx(1.0)), "unknown": (4, 0.0)}
+    assert "route_agree" not in measure_step(logprobs, rollouts, version=2, train_routes={"s2": routes}).metrics
+    with pytest.raises(ValueError, match=r"sequence s0: expert ids \(4, 2, 2\), expected \(5, 2, 2\)"):
+        measure_step(logprobs, rollouts, version=2, train_routes={"s0": routes[1:]})
+    object.__setattr__(rollouts[1].sequences[0], "routes", routes[:, :1])
+    with pytest.raises(ValueError, match="differ in layers or experts per token"):
+        measure_step(logprobs, rollouts, version=2, train_routes={"s0": routes, "s1": other})
 
 
 def test_keys_and_values_of_an_older_version_make_a_token_stale():

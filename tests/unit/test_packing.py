@@ -85,6 +85,39 @@ def test_a_shared_prompt_is_stored_once_and_last_tokens_never() -> None:
     assert alone.num_tokens == 8 * 47
 
 
+def routed(experts: list[list[int]] | None, own: int) -> WantedTokens:
+    """Five prompt tokens, of which the last ``len(experts)`` have the given pairs (−1: missing), and two sampled ones
+    with experts of their ``own``."""
+    routes = None
+    if experts is not None:
+        routes = np.full((6, 1, 2), -1, dtype=np.int32)
+        routes[5 - len(experts) : 5, 0] = experts
+        routes[5, 0] = [own, own + 9]
+    return WantedTokens(np.arange(1, 8, dtype=np.int32), np.arange(7) >= 5, routes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "parts"),
+    [
+        ([[[0, 1]], [[1, 0]]], [{0, 1}]),  # a set, in any order
+        ([[[0, 1]], [[2, 1]]], [{0}, {1}]),
+        ([[[0, 2]], [[1, 2]]], [{0}, {1}]),  # expert 0 is no missing one
+        ([[[0, 2]], [[-1, -1]], [[1, 2]]], [{0, 1}, {2}]),
+        ([[[0, 1]], [[-1, -1]], [[0, 1]]], [{0, 1, 2}]),
+        ([[[-1, -1]], [[0, 1]], [[2, 3]], [[2, 3]]], [{0, 1}, {2, 3}]),  # what is missing is taken from the first
+        ([[[-1, -1], [4, 5]], [[0, 1], [-1, -1]], [[0, 1], [4, 6]]], [{0, 1}, {2}]),
+        ([None, [[0, 1]], None, [[0, 1]]], [{0, 2}, {1, 3}]),  # not replayed at all
+        ([[[4, 5], [0, 1]], [[6, 5], [0, 1]]], [{0}, {1}]),  # every prompt position counts, not the last alone
+    ],
+)
+def test_a_prompt_is_shared_by_those_whose_experts_agree_on_it(experts: list, parts: list[set[int]]) -> None:
+    found: dict[tuple[int, ...], set[int]] = {}
+    for batch in plan([routed(each, own) for own, each in enumerate(experts)], "shared_prompt", 4096):
+        for index, inputs in batch.inputs.items():
+            found.setdefault((id(batch), *inputs[:5].tolist()), set()).add(index)
+    assert sorted(found.values(), key=min) == parts
+
+
 def test_a_group_longer_than_a_row_repeats_its_prompt_in_each_row() -> None:
     batches = plan(group(40, [50] * 8), "shared_prompt", 4096)
     rows = sum(batch.input_ids.shape[0] for batch in batches)

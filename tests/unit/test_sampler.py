@@ -180,6 +180,27 @@ def test_rows_of_one_batch_keep_their_own_parameters():
     np.testing.assert_allclose(drawn.logprobs.numpy(), expected * 5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_one_memory_stay_as_they_are_when_one_of_them_is_cut(dtype):
+    """A group's first tokens are drawn from one row of logits, expanded: the cut of one sample is nobody else's."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=dtype)
+    before = logits.clone()
+    kinds = [SamplingParams(1, top_k=1), ANY_LENGTH, SamplingParams(1, top_p=0.5), ANY_LENGTH]
+    drawn = sample(logits.expand(4, -1), SamplingBatch.of(kinds), np.full(4, 0.01))
+    assert drawn.tokens.tolist() == [3, 0, 3, 0]
+    whole = float(torch.tensor([0.0, 1.0, 2.0, 3.0]).log_softmax(0)[0])
+    np.testing.assert_allclose(drawn.logprobs.numpy(), [0.0, whole, 0.0, whole], atol=1e-6)
+    assert torch.equal(logits, before)
+
+
+def test_a_greedy_row_is_reported_uncut_whatever_else_it_asks_for():
+    logits = [1.0, 4.0, 3.5, 0.0]
+    expected = float(torch.tensor(logits).log_softmax(0)[1])
+    for cut in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.99}):
+        token, logprob, _ = one(logits, SamplingParams(1, temperature=0.0, **cut), 0.5)
+        assert (token, logprob) == (1, pytest.approx(expected, abs=1e-6))
+
+
 def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
     """Ids kept by top-k, then top-p, then min-p, one id at a time."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
