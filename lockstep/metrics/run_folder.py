@@ -218,7 +218,10 @@ class RunFolder:
         self._refits.rewind(lambda row: _step_of(row) <= step, aside / REFITS)
         self._agreement.rewind(lambda row: _step_of(row) <= step, aside / AGREEMENT)
         self._metrics.rewind(lambda row: _step_of(row) <= step, aside / METRICS)
-        logger.warning("resuming after step %d: what later steps had left was moved to %s", step, aside)
+        if step < 0:
+            logger.warning("starting again: no step had been saved; what there was has been moved to %s", aside)
+        else:
+            logger.warning("resuming after step %d: what later steps had left was moved to %s", step, aside)
         return aside
 
     # --- helpers ---

@@ -620,6 +620,15 @@ def test_a_deletion_that_fails_warns_and_is_tried_again(
 # --- rewind ---
 
 
+def test_a_rewind_to_before_the_first_step_says_that_the_run_starts_again(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.append_metrics({"step": 1})
+    folder.rewind(-1)
+    assert "starting again: no step had been saved" in caplog.messages[-1]
+    assert "after step" not in caplog.messages[-1]
+
+
 def test_rewind_moves_everything_after_the_step_aside(folder: RunFolder) -> None:
     for step in range(1, 5):
         folder.append_metrics({"step": step, "loss": float(step)})
