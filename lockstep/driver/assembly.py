@@ -188,7 +188,15 @@ def _renderer(config: RunConfig, task: Task, tokenizer: Any, model: Any, say: Ca
     with span("start/prompts"):
         if told := check_prompts(task, renderer, num_train=num_asked(config), num_heldout=config.eval.num_problems):
             say(told)
+    say_too_few_heldout(config, task, say)
     return renderer
+
+
+def say_too_few_heldout(config: RunConfig, task: Task, say: Callable[[str], None]) -> None:
+    """Of a file of held-out problems the number is known only now; each is asked once."""
+    there = task.num_problems("heldout")
+    if there < config.eval.num_problems:
+        say(f"eval.num_problems: {there} instead of {config.eval.num_problems} (no more problems are held out)")
 
 
 def _trainer(config: RunConfig, model: Any, vocab_limit: int) -> FsdpTrainer:

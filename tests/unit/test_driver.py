@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.driver.assembly import say_too_few_heldout
 from lockstep.driver.console import Console, heldout_text
 from lockstep.driver.interrupt import StopRequest, stop_on_signals
 from lockstep.driver.parity_commands import print_attribution, print_table
@@ -29,8 +30,10 @@ from lockstep.driver.rows import (
 from lockstep.driver.scoring import self_agreement, split_for_optimizer
 from lockstep.interfaces import LogProbs
 from lockstep.parity.attribute import Factor, Scores, attribute
+from lockstep.recipes import load_recipe
 from lockstep.records import Claim, Problem, Rollout, Score, Sequence, TrainSequence
 from lockstep.refit.transaction import Receipt
+from lockstep.tasks.build import build_task
 
 
 def make_rollout(rollout_id: str, tokens: list[int], score: Score, group_id: str = "g") -> Rollout:
@@ -187,6 +190,23 @@ def test_text_from_outside_is_printed_letter_by_letter(capsys: pytest.CaptureFix
     assert captured.err == told + "\n"
     assert "a:boom:b" in captured.out
     assert "env[bold]:fire:" in captured.out
+
+
+@pytest.mark.parametrize(("asked", "told"), [(2, []), (5, ["eval.num_problems: 2 instead of 5"])])
+def test_fewer_held_out_problems_in_a_file_than_are_asked_for_are_said(
+    tmp_path: Path, asked: int, told: list[str]
+) -> None:
+    for name, count in (("train", 4), ("heldout", 2)):
+        rows = [f'{{"prompt": "{name} {i}", "answer": "{i}"}}\n' for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    files = {"path": str(tmp_path / "train.jsonl"), "heldout_path": str(tmp_path / "heldout.jsonl")}
+    settings = [f"task.{key}={path}" for key, path in files.items()]
+    config = load_recipe("quickstart", ["task.kind=file", *settings, f"eval.num_problems={asked}"]).config
+    said: list[str] = []
+    task = build_task(config.task)
+    say_too_few_heldout(config, task, said.append)
+    task.close()
+    assert [text.partition(" (")[0] for text in said] == told
 
 
 def test_a_held_out_result_without_a_score_says_why() -> None:
