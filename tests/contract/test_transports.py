@@ -148,6 +148,18 @@ def test_a_buffer_is_filled_again_only_after_its_answer(name, tmp_path):
     assert end.most_unanswered == 2, "two buckets in flight: one is filled while the other is loaded"
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_source_does_after_a_refit_reaches_an_engine_that_shares_and_no_other(name, tmp_path):
+    """(C15: weights were unmerged in the storage that was still to be loaded)"""
+    tensors, groups = some_tensors()
+    sent = {one: tensor.clone() for one, tensor in tensors.items()}
+    receiver = RecordingReceiver(zeros_like(tensors))
+    run_refit(TensorSource(tensors, 1, groups), receiver, any_transport(name, tmp_path), verify=True)
+    for tensor in tensors.values():
+        tensor.neg_()
+    assert same_bits(receiver.live(), tensors if name == "shared" else sent)
+
+
 class _Hoarder(RecordingReceiver):
     """A receiver that keeps what it was given."""
 
