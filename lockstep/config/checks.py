@@ -92,8 +92,22 @@ def shared_weights_have_one_dtype(config: RunConfig) -> Iterator[Violation]:
     """The shared transport aliases the trainer's live weights, so both sides have their dtype."""
     if config.refit.transport == "shared" and config.rollout.dtype != config.trainer.dtype:
         message = f"an engine in {config.rollout.dtype} can't alias weights in {config.trainer.dtype}"
-        way_out = f'set rollout.dtype = "{config.trainer.dtype}", or refit.transport = "local"'
+        way_out = f'set rollout.dtype = "{config.trainer.dtype}"'
+        if config.trainer.dtype == "float32":  # the other way round no transport will do
+            way_out += ', or refit.transport = "local"'
         yield Violation("refit.transport", message, way_out, ("rollout.dtype", "trainer.dtype"))
+
+
+@rule
+def the_torch_engine_is_not_finer(config: RunConfig) -> Iterator[Violation]:
+    """Its refits refuse bfloat16 values for a float32 tensor: where one is declared float32, as a router's bias, they
+    have been rounded on the way."""
+    if config.rollout.engine != "torch" or config.refit.transport == "shared":
+        return
+    if (config.trainer.dtype, config.rollout.dtype) == ("bfloat16", "float32"):
+        message = "its refits would be refused: the torch engine takes no bfloat16 values into float32 tensors"
+        way_out = 'set rollout.dtype = "bfloat16", or trainer.dtype = "float32"'
+        yield Violation("rollout.dtype", message, way_out, ("trainer.dtype",))
 
 
 @rule

@@ -203,6 +203,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("replayed_routes_are_recorded", {"trainer.routing_replay": True}, "trainer.routing_replay"),
     ("shared_weights_have_one_dtype", {"refit.transport": "shared", "rollout.dtype": "float32"}, "refit.transport"),
+    ("the_torch_engine_is_not_finer", {"rollout.dtype": "float32"}, "rollout.dtype"),
     ("quantised_weights_are_copies", FP8 | {"refit.transport": "shared"}, "refit.transport"),
     (
         "quantised_weights_are_copies",
@@ -361,7 +362,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"gate.action": "warn", "gate.breaches": 3, "gate.window": 3, "gate.baseline_steps": 0},
     {"gate.bounds": [a_bound(hardware="cuda"), a_bound(hardware="cpu"), a_bound(metric="k3")]},
     {"gate.bounds": [a_bound(dtype="bfloat16"), a_bound(dtype="float32"), a_bound(dtype="bfloat16/float32")]},
-    {"gate.bounds": [a_bound(dtype="bfloat16/float32")], "rollout.dtype": "float32"},
+    VLLM | {"gate.bounds": [a_bound(dtype="bfloat16/float32")], "rollout.dtype": "float32"},
+    {"gate.bounds": [a_bound(dtype="float32/bfloat16")], "trainer.dtype": "float32"},
     {"gate.bounds": [a_bound(), a_bound(quantisation="fp8"), a_bound(quantisation="fp8_ue8m0")]},
     FP8,
     FP8 | VLLM,
