@@ -63,7 +63,7 @@ def _gold_item(task: Task, renderer: PromptRenderer, tokenizer: Any, index: int,
         )
     try:
         gold = tokenizer.encode(task.gold(problem), add_special_tokens=False)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise TaskError(
             f"problem {problem.problem_id}: the tokenizer refuses its reference answer, which supervised steps train "
             f"on: {error}"

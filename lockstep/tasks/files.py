@@ -170,9 +170,7 @@ def _answer(value: object, key: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _BadRow(f"{key!r} must be a text or a number, not {_brief(value)}")
     if isinstance(value, str):
-        if not value.strip():
-            raise _BadRow(f"{key!r} is blank: {value!r}")
-        return value
+        return _text(value, key)
     if not math.isfinite(value):
         raise _BadRow(f"{key!r} must be a finite number, not {value}; leave the row out")
     if isinstance(value, int):
@@ -188,9 +186,7 @@ def _check_task(name: object, config: FileTask) -> None:
 
 def _prompt(value: object, key: str) -> str | tuple[dict[str, object], ...]:
     if isinstance(value, str):
-        if not value.strip():
-            raise _BadRow(f"{key!r} is blank: {value!r}")
-        return value
+        return _text(value, key)
     if not isinstance(value, list) or not value:
         raise _BadRow(f"{key!r} must be a text or a list of chat messages, not {_brief(value)}")
     messages = tuple(_message(message, f"{key}[{i}]", i) for i, message in enumerate(value))
@@ -211,8 +207,25 @@ def _message(message: object, where: str, index: int) -> dict[str, object]:
         raise _BadRow(f"{where}: content must be a text, not {_brief(content)}")
     if role == "user" and not content.strip():
         raise _BadRow(f"{where}: content of the user is blank: {content!r}")
+    _refuse_half_characters(content, f"{where}: content")
     # Parquet gives every message all keys of the column's type; the absent ones are None.
     return {name: value for name, value in message.items() if value is not None}
+
+
+def _text(value: str, key: str) -> str:
+    if not value.strip():
+        raise _BadRow(f"{key!r} is blank: {value!r}")
+    _refuse_half_characters(value, repr(key))
+    return value
+
+
+def _refuse_half_characters(text: str, what: str) -> None:
+    """JSON can hold half of a surrogate pair, which is no character: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise _BadRow(f"{what} holds half a surrogate pair, {half}, at character {error.start}: no text") from error
 
 
 def _brief(value: object) -> str:

@@ -169,7 +169,7 @@ class PromptRenderer:
         text += self.config.suffix
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # TypeError: transformers' word for half a surrogate pair
             raise TaskError(f"problem {problem.problem_id}: the tokenizer refuses its text: {error}") from error
         ids = self._with_right_bos(ids)
         if self._num_embeddings is not None and ids and max(ids) >= self._num_embeddings:

@@ -306,6 +306,13 @@ def test_suffix_starts_the_answer():
     )
 
 
+def test_half_a_surrogate_pair_is_refused_with_the_problem() -> None:
+    """transformers' tokenizers raise TypeError for it."""
+    renderer = PromptRenderer(make_tokenizer(None), PromptConfig(format="raw"))
+    with pytest.raises(TaskError, match=r"problem p: the tokenizer refuses its text"):
+        renderer.render(Problem("p", "a \ud83d b", None))
+
+
 def test_character_tokenizer_renders_raw_prompts_and_refuses_chat():
     tokenizer = CharacterTokenizer()
     ids = ids_of(tokenizer, PromptConfig(format="raw"), "3+4=")

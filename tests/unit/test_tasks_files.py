@@ -115,6 +115,12 @@ def test_a_file_without_answers_works_and_says_that_nothing_is_proved(tmp_path):
         ('{"prompt": "3+4?", "answer": "7", "answer": "8"}', r"\['answer'\] more than once"),
         ('{"prompt": "a", "answer": "7", "meta": [{"x": 1, "y": 2, "x": 1}]}', r"\['x'\] more than once"),
         ({"prompt": "3+4?", "answer": ["7"]}, r"not list \['7'\]"),
+        ({"prompt": "a \ud83d b", "answer": "7"}, r"'prompt' holds half a surrogate pair, '\\ud83d', at character 2"),
+        ({"prompt": "3+4?", "answer": "\ude00"}, r"'answer' holds half a surrogate pair, '\\ude00'"),
+        (
+            {"prompt": [{"role": "user", "content": "\ud83d"}], "answer": "7"},
+            r"prompt\[0\]: content holds half a surrogate pair",
+        ),
     ],
 )
 def test_a_faulty_line_is_named(tmp_path, row, message):
