@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from lockstep.config.gate_checks import bounds_for, fitting_bounds
 from lockstep.config.load import load_run_config
-from lockstep.config.schema import BoundConfig, RunConfig
+from lockstep.config.schema import BoundConfig, GateConfig, RunConfig
 from lockstep.driver.assembly import Parts, assembled
 from lockstep.driver.engines import build_engine, close_engine
 from lockstep.driver.environment import launched
@@ -30,7 +31,8 @@ from lockstep.driver.supervised import run_supervised
 from lockstep.hardware.profile import choose, detect
 from lockstep.interfaces import LogProbs, Task
 from lockstep.metrics.checkpoints import verify
-from lockstep.metrics.run_folder import CONFIG, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
+from lockstep.metrics.run_folder import CONFIG, METRICS, ROLLOUTS, RunFolder, read_rollouts, rollout_steps
+from lockstep.metrics.sinks import read_jsonl
 from lockstep.model.load import load_model, load_tokenizer, torch_dtype
 from lockstep.model.weights import ModelWeights
 from lockstep.parity.plan import Updated
@@ -144,11 +146,28 @@ def from_run(run_dir: Path, step: int | None = None, device: str | None = None, 
     if device == "cuda" and not profile.gpus:
         raise ReplayError(f"there is no GPU to score on: {profile.why_no_gpu}; parity replay takes --device cpu")
     bounds = bounds_for(config, device) if judged else fitting_bounds(config, device)
+    bounds = tuple(_drift_limit(bound, run_dir, config.gate, step) or bound for bound in bounds)
     model, vocab_limit, at, note = _weights(run_dir, config, step, version, device)
     setting = Setting(config.rollout, config.trainer, trainer_temperature=config.rollout.temperature)
     bench = Bench(model, setting, recorded, version=version, vocab_limit=vocab_limit, served=_served(run_dir, step))
     updated = _checkpoint_scores(run_dir, config, step, bench, device)
     return Evidence(bench, config, step, at == version, note, bounds, updated)
+
+
+def _drift_limit(bound: BoundConfig, run_dir: Path, gate: GateConfig, step: int) -> BoundConfig | None:
+    """The limit that ``step`` exceeded where the gate found a drift of that metric, whose value is within its bound;
+    None where it did not."""
+    file = run_dir / METRICS
+    rows = [row for row in (read_jsonl(file) if file.exists() else []) if f"agreement/{bound.metric}" in row]
+    values = {row["step"]: float(str(row[f"agreement/{bound.metric}"])) for row in rows}
+    verdicts = {row["step"]: (row["verdict/status"], row["agreement/metric"]) for row in rows}
+    status, metric = verdicts.get(step, ("pass", ""))
+    if status == "pass" or metric != bound.metric or not values[step] <= bound.bound or not gate.baseline_steps:
+        return None
+    limit = gate.drift_factor * median(list(values.values())[: gate.baseline_steps])
+    if not 0 < limit < values[step]:
+        return None
+    return bound.model_copy(update={"bound": limit, "evidence": f"{gate.drift_factor:g} × the run's first steps"})
 
 
 def _checkpoint_scores(run_dir: Path, config: RunConfig, step: int, bench: Bench, device: str) -> Updated | None:

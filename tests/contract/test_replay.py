@@ -22,6 +22,7 @@ from lockstep.driver.evidence import Evidence, ReplayError, from_run
 from lockstep.driver.parity_commands import attribute_evidence
 from lockstep.loop import train
 from lockstep.metrics.run_folder import rollout_steps
+from lockstep.metrics.sinks import read_jsonl
 from lockstep.parity.gate import Gate
 from lockstep.recipes import load_recipe
 from lockstep.rollout.torch_engine import TorchEngine
@@ -201,6 +202,24 @@ def test_the_metric_that_is_searched_is_the_one_that_the_verdict_names(stopped: 
     verdict = Gate(evidence.config.gate, bounds).judge(measure_recorded(evidence), evidence.step)
     result, _ = attribute_evidence(replace(evidence, bounds=bounds), ("load",))
     assert result.metric == verdict.metric == "abs_diff/max"
+
+
+def test_a_drift_is_searched_against_the_limit_that_it_exceeded(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The value is within its bound, so that there seemed to be nothing to explain."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(stopped, run_dir)
+    config, metrics = run_dir / "config.toml", run_dir / "metrics.jsonl"
+    wide = 'bounds = [{ bound = 10.0, evidence = "wide" }]'
+    text = re.sub("^bounds = .*$", wide, config.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    config.write_text(re.sub("^baseline_steps = .*$", "baseline_steps = 2", text, flags=re.MULTILINE), "utf-8")
+    metrics.write_text(metrics.read_text(encoding="utf-8").replace('"abs_diff/p50"', '"abs_diff/mean"'), "utf-8")
+    first = [float(str(row["agreement/abs_diff/mean"])) for row in read_jsonl(metrics)[1:3]]
+    assert [bound.bound for bound in from_run(run_dir).bounds] == [4.0 * sum(first) / 2]
+    code, found = as_json(capsys, "parity", "attribute", str(run_dir), "--factor", "prefill", "--factor", "load")
+    assert (code, found["minimal"]) == (0, [["load"]])
+    assert [bound.bound for bound in from_run(run_dir, 1).bounds] == [10.0]
 
 
 def measure_recorded(evidence: Evidence) -> Agreement:
