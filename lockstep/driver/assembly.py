@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -149,6 +150,7 @@ def _connect(
     def decode(tokens: Sequence[int]) -> str:  # a stop string may be a special token, and so may the worst token
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    scorers = partial(_scorer, config, device, tokenizer, vocab_limit, _longest(config, model, renderer), say)
     engine = build_engine(
         config, model, decode=decode, vocab_limit=vocab_limit, max_prompt_tokens=renderer.config.max_tokens
     )
@@ -171,8 +173,8 @@ def _connect(
             stop_token_ids=stop_ids,
             runner=runner,
         ),
-        reference=_scorer("reference", config, device, tokenizer, vocab_limit, say, initial),
-        teacher=_scorer("teacher", config, device, tokenizer, vocab_limit, say),
+        reference=scorers("reference", initial),
+        teacher=scorers("teacher"),
         transport=make_transport(chosen_transport(config), config.refit),
         gate=gate,
         proof=_proof(config, gate, trainer, engine, vocab_limit, renderer.config.max_tokens),
@@ -233,17 +235,24 @@ def proof_bounds(config: RunConfig, gate: Gate, device: str) -> tuple[BoundConfi
     return fitting_bounds(config.model_copy(update={"rollout": plain}), device) or gate.bounds
 
 
+def _longest(config: RunConfig, model: Any, renderer: PromptRenderer) -> int:
+    """Tokens of the longest prompt and answer together that the run can come to."""
+    wanted = renderer.config.max_tokens + config.rollout.max_new_tokens
+    return min(wanted, getattr(model.config.get_text_config(), "max_position_embeddings", None) or wanted)
+
+
 def _scorer(
-    section: Literal["reference", "teacher"],
     config: RunConfig,
     device: str,
     tokenizer: Any,
     vocab_limit: int,
+    longest: int,
     say: Callable[[str], None],
+    section: Literal["reference", "teacher"],
     model: Any = None,
 ) -> Scorer | None:
     """``model``, or the one of the configuration's section, frozen: it scores sequences in the trainer's precision and
-    at the run's temperature. None where there is neither. Raises ModelError if its tokens are others."""
+    at the run's temperature. None where there is neither. Raises ModelError if its tokens are others or too few."""
     if model is None:
         source = config.reference if section == "reference" else config.teacher
         if source is None:
@@ -256,6 +265,12 @@ def _scorer(
             say(f"{section}: that its tokens mean what the policy's mean is taken on trust ({error})")
         if other is not None:
             raise ModelError(f"{section}: {other}; use a model with the policy's tokenizer")
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and context < longest:
+            raise ModelError(
+                f"{section}: its context is {context} tokens, and a prompt with its answer can have {longest}; lower "
+                "prompt.max_tokens or rollout.max_new_tokens, or use a model with a longer context"
+            )
         rows = model.get_output_embeddings().weight.shape[0]
         if rows < vocab_limit:
             raise ModelError(

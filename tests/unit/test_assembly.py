@@ -99,6 +99,19 @@ def test_a_model_that_reads_other_tokens_is_no_reference_and_no_teacher(
         told(scored_by(section, source(vocab_size=60)))
 
 
+@pytest.mark.parametrize("section", ["reference", "teacher"])
+def test_a_scorer_with_a_shorter_context_is_refused(section: str) -> None:
+    """With rotary positions it scored what it was never trained on; with learned ones it was an IndexError."""
+    short = source(max_position_embeddings=100)
+    settings = scored_by(section, short)  # the policy's context is 512
+    with pytest.raises(ModelError, match=f"^{section}: its context is 100 tokens, .* can have 512; lower prompt.max_"):
+        told(settings)
+    told(settings.model_copy(update={"model": short}))
+    prompt = PromptConfig(format="raw", max_tokens=40)
+    rollout = RolloutConfig(dtype="float32", max_new_tokens=60)
+    told(settings.model_copy(update={"prompt": prompt, "rollout": rollout}))
+
+
 def test_a_reference_without_a_tokenizer_is_taken_on_trust_aloud(tmp_path: Path) -> None:
     load_model(source(), torch.float32).save_pretrained(tmp_path)
     lines = told(scored_by("reference", PathModel(path=str(tmp_path))))
