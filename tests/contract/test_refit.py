@@ -16,6 +16,7 @@ from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import WeightReceiver
 from lockstep.numerics.row_sums import tensor_digest
 from lockstep.records import LiveTensor, Manifest, Sequence
+from lockstep.refit import transaction
 from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, RefitError, run_refit
 from lockstep.refit.transports import make_transport
@@ -74,6 +75,42 @@ def test_trainer_and_engine_agree_after_a_refit_and_not_before(architecture: str
     assert engine.version == trainer.version == receipt.version
     assert receipt.transport == transport
     assert (receipt.transferred_bytes > 0) == (transport == "local")
+
+
+def test_a_receipt_has_the_seconds_of_each_phase_and_the_rate_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = make_pair("llama")
+    now = [100.0]
+    monkeypatch.setattr(transaction.time, "perf_counter", lambda: now[0])
+
+    class Slow(_Faulty):
+        def begin(self, manifest: Manifest) -> None:
+            now[0] += 1.0
+            self.inner.begin(manifest)
+
+        def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            now[0] += 4.0
+            self.inner.receive(tensors)
+
+        def commit(self) -> Any:
+            now[0] += 16.0
+            return self.inner.commit()
+
+        def live(self) -> Any:
+            now[0] += 32.0
+            return self.inner.live()
+
+    receiver = cast(WeightReceiver, Slow(engine.receiver(), ""))
+    receipt = run_refit(trainer.weights(), receiver, make_transport("local"), verify=True)  # pyright: ignore[reportArgumentType]
+    assert (receipt.begin_s, receipt.transfer_s, receipt.commit_s) == (1.0, 4.0, 16.0)
+    assert receipt.verify_s > 0
+    assert receipt.verify_s % 32.0 == 0
+    num_bytes = sum(tensor.nbytes for _, _, _, tensor in trainer.weights().shards())
+    assert receipt.transferred_bytes == num_bytes
+    assert receipt.as_dict()["transfer_bytes_per_s"] == num_bytes / 4.0
+    unchecked = run_refit(trainer.weights(), receiver, make_transport("shared"), verify=False)  # pyright: ignore[reportArgumentType]
+    assert {claim.status for claim in unchecked.claims} == {"not checked"}
+    assert unchecked.verify_s == 0.0
+    assert "transfer_bytes_per_s" not in unchecked.as_dict()
 
 
 class _Faulty:

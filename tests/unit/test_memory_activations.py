@@ -13,7 +13,7 @@ from lockstep.topology.activations import checkpoint_activations, in_flight, lay
 from lockstep.topology.catalogue import hardware, model_shape
 from lockstep.topology.memory import plan_memory
 from lockstep.topology.records import Batch, Job, MegatronSwitches, TrainLayout, TrainMemory
-from lockstep.topology.trainer_memory import micro_batch_tokens, scoring_tokens
+from lockstep.topology.trainer_memory import micro_batch_tokens, optimizer_bytes, scoring_tokens
 
 BATCH = Batch(num_prompts=32, group_size=8, prompt_tokens=1024, response_tokens=3072, max_tokens_per_gpu=4096)
 
@@ -103,6 +103,12 @@ def test_communicators_grow_with_the_axes_and_may_be_fewer() -> None:
 
     assert planned("qwen3-4b", tp=2, pp=2) == pytest.approx((7.0, 3 * 0.544))
     assert planned("qwen3-30b-a3b", tp=2, pp=2, ep=2) == pytest.approx((9.5, 4 * 0.544))
+    # What tensor, pipeline and context parallelism leave of the eight is data parallel, an axis if it is more than one.
+    assert planned("qwen3-4b", tp=8)[0] == planned("qwen3-4b", cp=8)[0] == pytest.approx(7.0 / 3)
+    assert planned("qwen3-4b", tp=2, cp=4)[0] == planned("qwen3-4b", cp=2)[0] == pytest.approx(2 * 7.0 / 3)
+    assert planned("qwen3-4b", tp=2, cp=2)[0] == pytest.approx(7.0)
+    assert planned("qwen3-30b-a3b", tp=4)[0] == pytest.approx(2 * 7.0 / 3)
+    assert planned("qwen3-30b-a3b", tp=4, ep=8)[0] == pytest.approx(2 * 7.0 / 3 + 2.5)
     assert planned("qwen3-4b") == pytest.approx((7 / 3, 0.544))
 
 
@@ -126,3 +132,18 @@ def test_a_budget_that_no_step_fills_is_not_counted(gpus: int, cp: int, budget: 
     assert scoring_tokens(job) == (scored, True)
     own = replace(batch, max_tokens_per_gpu=512, score_tokens_per_gpu=budget)
     assert scoring_tokens(replace(job, batch=own)) == (scored, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 12),
+        ({"precision_aware_optimizer": True}, 2 + 8),  # the low half of each master beside its bf16 weight
+        ({"precision_aware_optimizer": True, "weight_dtype": "fp32"}, 4 + 8),
+        ({"precision_aware_optimizer": True, "master_dtype": "fp16"}, 2 + 8),
+        ({"precision_aware_optimizer": True, "moment_dtype": "bf16"}, 2 + 4),
+        ({"precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5}, 12),
+    ],
+)
+def test_bytes_of_an_optimizers_state_follow_its_types(settings: dict, expected: int) -> None:
+    assert optimizer_bytes(TrainMemory(**settings)) == expected
