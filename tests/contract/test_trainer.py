@@ -169,6 +169,62 @@ def test_masked_samples_leave_the_denominator_but_keep_their_logprobs() -> None:
     assert np.isfinite(output.logprobs["0/0"][masked.sequence.loss_mask]).all()
 
 
+@pytest.mark.parametrize("packing", ["single", "packed", "shared_prompt"])
+def test_every_column_of_the_loss_belongs_to_its_token(packing: str) -> None:
+    """Whatever the layout: each number is made of its kind, its sequence and its position, and read back by them."""
+    kinds = {"old": 1e6, "rollout": 2e6, "weights": 3e6, "reference": 4e6}
+    items = []
+    for n, item in enumerate(batch(groups=2).items):
+        code = (100 * n + np.arange(len(item.advantages))).astype(np.float32)
+        mask = item.loss_mask & (np.arange(len(code)) % 3 != 0)  # some tokens are scored and do not count
+        items.append(
+            replace(
+                item,
+                sequence=replace(item.sequence, logprobs=code + kinds["rollout"]),
+                rollout_id=f"r{n // 2}",
+                loss_mask=mask,
+                advantages=code,
+                old_logprobs=None if n == 3 else code + kinds["old"],
+                weights=None if n == 5 else code + kinds["weights"],
+                ref_logprobs=code + kinds["reference"],
+            )
+        )
+    lengths = {
+        f"r{n // 2}": sum(int(i.loss_mask.sum()) for i in items if i.rollout_id == f"r{n // 2}") for n in range(8)
+    }
+    subject, seen = trainer(packing=packing, micro_batch_tokens=40), set()
+
+    @dataclass(frozen=True)
+    class Reads:
+        def __call__(self, tokens: LossTokens) -> LossOutput:
+            assert tokens.reference is not None
+            owners: dict[int, int] = {}
+            for m, code in enumerate(int(value) for value in tokens.advantages):
+                n = code // 100
+                seen.add(code)
+                assert owners.setdefault(int(tokens.sequence_index[m]), n) == n
+                live = float(tokens.logprobs[m].detach())
+                assert float(tokens.old[m]) == (live if n == 3 else code + kinds["old"])
+                assert float(tokens.weights[m]) == (1.0 if n == 5 else code + kinds["weights"])
+                assert float(tokens.rollout[m]) == code + kinds["rollout"]
+                assert float(tokens.reference[m]) == code + kinds["reference"]
+                assert int(tokens.tokens_per_rollout[m]) == lengths[f"r{n // 2}"]
+                probes.append((code, live))
+            assert sorted(owners) == list(range(tokens.num_sequences))
+            assert (tokens.num_tokens, tokens.num_rollouts) == (sum(lengths.values()), 4)
+            return LossOutput(tokens.logprobs.sum() * 0, {})
+
+        def needs_gradient(self, item: TrainSequence) -> bool:
+            return True
+
+    probes: list[tuple[int, float]] = []
+    output = subject.forward_backward(Batch(tuple(items)), Reads())
+    assert output.num_micro_batches > 1
+    assert seen == {100 * n + int(t) for n, item in enumerate(items) for t in np.flatnonzero(item.loss_mask)}
+    for code, live in probes:
+        assert live == output.logprobs[items[code // 100].sequence.sequence_id][code % 100]
+
+
 def test_a_reference_is_needed_by_all_that_count_and_by_nothing_else() -> None:
     """An aborted sample comes without reference log-probs, and the step goes on with the others."""
     objective = PolicyObjective(AlgorithmConfig(kl=KlConfig(place="loss", coefficient=0.5)))
