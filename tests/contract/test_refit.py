@@ -15,7 +15,7 @@ import torch
 from lockstep.config.schema import RolloutConfig, TrainerConfig
 from lockstep.interfaces import WeightReceiver
 from lockstep.numerics.row_sums import tensor_digest
-from lockstep.records import LiveTensor, Manifest, Sequence
+from lockstep.records import Claim, LiveTensor, Manifest, Sequence
 from lockstep.refit import transaction
 from lockstep.refit.probes import OtherWeights
 from lockstep.refit.transaction import Receipt, RefitError, run_refit
@@ -79,7 +79,7 @@ def test_trainer_and_engine_agree_after_a_refit_and_not_before(architecture: str
 
 def test_a_receipt_has_the_seconds_of_each_phase_and_the_rate_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine = make_pair("llama")
-    now = [100.0]
+    now, resumed = [100.0], []
     monkeypatch.setattr(transaction.time, "perf_counter", lambda: now[0])
 
     class Slow(_Faulty):
@@ -99,8 +99,16 @@ def test_a_receipt_has_the_seconds_of_each_phase_and_the_rate_of_the_transfer(mo
             now[0] += 32.0
             return self.inner.live()
 
+        def resume(self) -> None:
+            resumed.append(True)
+            self.inner.resume()
+
+    seen = Claim("behaves", "held", "probes were scored")
     receiver = cast(WeightReceiver, Slow(engine.receiver(), ""))
-    receipt = run_refit(trainer.weights(), receiver, make_transport("local"), verify=True)  # pyright: ignore[reportArgumentType]
+    receipt = run_refit(trainer.weights(), receiver, make_transport("local"), verify=True, behaves=lambda: seen)  # pyright: ignore[reportArgumentType]
+    assert resumed == [True]
+    assert seen in receipt.claims
+    assert receipt.num_tensors == len(trainer.weights().manifest().tensors)
     assert (receipt.begin_s, receipt.transfer_s, receipt.commit_s) == (1.0, 4.0, 16.0)
     assert receipt.verify_s > 0
     assert receipt.verify_s % 32.0 == 0
