@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ def measure(variant: str, vocabulary: int, num_tokens: int, repeats: int) -> dic
     """One process' share: median seconds, peak bytes above the start, matrix rate in FLOP/s. bfloat16."""
     import torch
 
+    from lockstep.hardware.cpu import peak_rss_bytes
     from lockstep.train.token_logprobs import TokenLogProbs
 
     hidden_size = VOCABULARIES[vocabulary]
@@ -49,14 +49,14 @@ def measure(variant: str, vocabulary: int, num_tokens: int, repeats: int) -> dic
             return chunked(hidden, rows, tokens)
         return torch.log_softmax(head(hidden).float(), -1).gather(1, tokens[:, None])[:, 0]
 
-    start_bytes = _peak_bytes()
+    start_bytes = peak_rss_bytes()
     seconds = []
     for _ in range(repeats):
         hidden.grad = head.weight.grad = None
         begin = time.perf_counter()
         run().sum().backward()
         seconds.append(time.perf_counter() - begin)
-    return {"seconds": median(seconds), "peak_bytes": _peak_bytes() - start_bytes, "matrix_flops": rate}
+    return {"seconds": median(seconds), "peak_bytes": peak_rss_bytes() - start_bytes, "matrix_flops": rate}
 
 
 def _matrix_rate(hidden: Any, weight: Any) -> float:
@@ -65,10 +65,6 @@ def _matrix_rate(hidden: Any, weight: Any) -> float:
     for _ in range(3):
         product = hidden @ weight.T
     return 3 * 2.0 * product.numel() * hidden.shape[1] / (time.perf_counter() - begin)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def compare(vocabulary: int, num_tokens: int, repeats: int) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from lockstep.hardware.cpu import peak_rss_bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,8 +105,3 @@ class StepGate:
 def _leave() -> NoReturn:
     """The parent is done with this process, in whose middle of a run there is nothing to save."""
     os._exit(0)
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far (Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -40,7 +40,6 @@ from lockstep.driver.rows import (
     now_iso,
     optimizer_metrics,
     over_optimizer_steps,
-    peak_rss_bytes,
     refit_metrics,
     rollout_metrics,
     time_metrics,
@@ -48,7 +47,7 @@ from lockstep.driver.rows import (
 )
 from lockstep.driver.runnable import refuse_to_run
 from lockstep.driver.scoring import ModelScores, optimizer_parts, score_models, self_agreement
-from lockstep.hardware.cpu import return_freed_memory
+from lockstep.hardware.cpu import peak_rss_bytes, return_freed_memory
 from lockstep.metrics.checkpoints import CheckpointError
 from lockstep.metrics.report import write_report
 from lockstep.metrics.run_folder import CONFIG, TRACE, RunFolder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
@@ -26,12 +24,6 @@ PHASES = {
     "time/save_s": "save",
 }
 """Metric name → name of its span; one with a "/" lies inside a phase."""
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far (host memory)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def now_iso() -> str:

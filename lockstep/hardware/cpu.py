@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +126,17 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ""
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far. On Linux that of this program alone (``VmHWM``): ``ru_maxrss`` is
+    inherited from whoever started it, a launcher of many gigabytes for example."""
+    for line in _read(Path("/proc/self/status")).splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def return_freed_memory() -> None:

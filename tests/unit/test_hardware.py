@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,3 +300,17 @@ def test_the_doctor_says_what_is_chosen_and_ends_with_a_verdict() -> None:
     assert "has everything here that it needs itself" in render(result | {"problems": []})
     assert "way out: pip install torch" in render(broken)
     assert render(broken).endswith("something needed is missing")
+
+
+LAUNCHER = """
+import subprocess, sys
+memory = b"x" * (600 << 20)
+child = "from lockstep.hardware.cpu import peak_rss_bytes; large = b'x' * (100 << 20); print(peak_rss_bytes())"
+print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system keeps no such count")
+def test_peak_memory_is_that_of_this_program_and_not_of_the_launcher_that_started_it() -> None:
+    done = subprocess.run([sys.executable, "-c", LAUNCHER], check=True, capture_output=True, text=True)
+    assert 100 << 20 < int(done.stdout) < 400 << 20
