@@ -20,7 +20,7 @@ import torch
 from lockstep.config.gate_checks import bounds_for, fitting_bounds
 from lockstep.config.process_checks import chosen_transport
 from lockstep.config.schema import AlgorithmConfig, BoundConfig, GgufModel, ModelSource, PromptConfig, RunConfig
-from lockstep.driver.engines import build_engine, close_engine, served_length
+from lockstep.driver.engines import build_engine, close_engine, context_of, served_length
 from lockstep.driver.groups import GroupSampler
 from lockstep.driver.proof import RefitProof
 from lockstep.driver.runnable import refuse_to_run
@@ -238,7 +238,7 @@ def proof_bounds(config: RunConfig, gate: Gate, device: str) -> tuple[BoundConfi
 def _longest(config: RunConfig, model: Any, renderer: PromptRenderer) -> int:
     """Tokens of the longest prompt and answer together that the run can come to."""
     wanted = renderer.config.max_tokens + config.rollout.max_new_tokens
-    return min(wanted, getattr(model.config.get_text_config(), "max_position_embeddings", None) or wanted)
+    return min(wanted, context_of(model) or wanted)
 
 
 def _scorer(
@@ -265,7 +265,7 @@ def _scorer(
             say(f"{section}: that its tokens mean what the policy's mean is taken on trust ({error})")
         if other is not None:
             raise ModelError(f"{section}: {other}; use a model with the policy's tokenizer")
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(model)
         if context is not None and context < longest:
             raise ModelError(
                 f"{section}: its context is {context} tokens, and a prompt with its answer can have {longest}; lower "
@@ -290,7 +290,7 @@ def _scorer(
 def within_context(prompt: PromptConfig, model: Any, say: Callable[[str], None]) -> PromptConfig:
     """The prompt settings with ``max_tokens`` lowered to what the model's context can hold with one answer token, so
     that ``prompt.overlong`` applies to prompts that could not be answered at all."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model)
     if context is None or prompt.max_tokens < context:
         return prompt
     say(f"prompt.max_tokens: {context - 1} instead of {prompt.max_tokens} (the model's context is {context} tokens)")

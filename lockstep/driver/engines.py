@@ -80,9 +80,14 @@ def served_length(config: RunConfig, model: Any, max_prompt_tokens: int) -> int 
     context; None: the context alone is the limit. vLLM's is as configured, or what the run can ask for at most."""
     if config.rollout.engine == "torch":
         return None
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model)
     wanted = config.rollout.vllm.max_model_len or max_prompt_tokens + config.rollout.max_new_tokens
     return wanted if context is None else min(wanted, context)
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that a model's positions reach; None where its configuration has no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def derived_state() -> Registry:

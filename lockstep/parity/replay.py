@@ -32,6 +32,7 @@ from lockstep.model.weights import ModelWeights
 from lockstep.parity.attribute import Factor, Names, Scores
 from lockstep.records import Sequence
 from lockstep.refit.bisect import TOLERANCE, Difference, first_difference, recorded_outputs
+from lockstep.refit.derived import equal_bits
 from lockstep.refit.quantised import as_held, quantised_for, served_weights
 from lockstep.refit.transports import whole_tensors
 from lockstep.rollout.torch_engine import TorchEngine
@@ -277,14 +278,9 @@ def served_differences(source: WeightSource, receiver: WeightReceiver) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for name, live in receiver.live():
         sent = wanted.get(name, wanted.get(tied.get(name, "")))
-        if sent is None or sent.shape != live.shape or not _same_bits(sent.to(live.device, live.dtype), live):
+        if sent is None or not equal_bits(sent.to(live.device, live.dtype), live):
             found[name] = live.detach().clone()
     return found
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN equals itself here, and −0 differs from 0."""
-    return torch.equal(*(t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other)))
 
 
 def _overlay(model: torch.nn.Module, own: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from lockstep.numerics.pairs import Format, dequantise, plain_manifest, quantise
 from lockstep.records import Manifest, Quantisation, TensorSpec
 from lockstep.refit.quantised_names import check_scheme, form_of, scale_name
 from lockstep.refit.transports import whole_tensors
+from lockstep.rollout.receiver import dtype_name
 
 Shard = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
@@ -119,7 +120,7 @@ def live_dtypes(receiver: WeightReceiver) -> dict[str, str]:
     """Dtypes (torch's words) of what an engine shows, by name; no tensor of another process travels for them."""
     if isinstance(receiver, DescribesLive):
         return {live.name: live.dtype for live in receiver.described(None)}
-    return {name: str(live.dtype).removeprefix("torch.") for name, live in receiver.live()}
+    return {name: dtype_name(live) for name, live in receiver.live()}
 
 
 class _Dequantised:

@@ -15,6 +15,7 @@ import torch
 from lockstep.interfaces import DescribesLive, WeightReceiver, WeightSource
 from lockstep.numerics.row_sums import tensor_digest
 from lockstep.records import Claim, Manifest
+from lockstep.refit.derived import equal_bits
 from lockstep.refit.quantised import as_held, held_dequantised, live_dtypes
 from lockstep.refit.transports import whole_tensors
 
@@ -109,7 +110,7 @@ def _live(receiver: WeightReceiver) -> Iterator[_Live]:
 
 
 def _same_bits(live: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.equal(_bits(wanted.to(live.device)), _bits(live))
+    return equal_bits(wanted.to(live.device), live)
 
 
 def _same_digest(digest: str | None, key: int, wanted: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from lockstep.interfaces import WeightReceiver
 from lockstep.numerics.row_sums import tensor_digest
 from lockstep.records import LiveTensor
 from lockstep.rollout import messages
+from lockstep.rollout.receiver import dtype_name
 from lockstep.rollout.wire import Frame
 
 Answer = tuple[Any, list[np.ndarray]]
@@ -64,7 +65,7 @@ class ShownWeights:
         num_bytes, key = 0, self._digest_key
         for name, tensor in self._live:
             digest = None if key is None else tensor_digest(tensor, key)
-            found.append(LiveTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest))
+            found.append(LiveTensor(name, dtype_name(tensor), tuple(tensor.shape), digest))
             num_bytes += tensor.nbytes
             if key is not None and num_bytes >= _DIGEST_BATCH_BYTES:
                 break
